@@ -1,0 +1,162 @@
+"""The commands. Each one parses, calls its use case, and shows what came of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="orch",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Launch, watch and repair training runs on your own GPU servers.",
+    epilog="Start here: orch launch demo",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[RUN]", help="A run's id, a unique beginning of it, or a recipe (its latest run)."),
+]
+OneRunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="As for status; the latest run when left out.")
+]
+PlaceOption = Annotated[
+    str | None, typer.Option("--place", "-p", metavar="PLACE", help="HOST or HOST/CONTAINER, such as pve/200.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", help="Print what would run at the place, and how often it is asked; run nothing.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe, such as settings.steps=50."),
+]
+
+
+@app.command()
+def launch(
+    recipe: Annotated[str, typer.Argument(help="The recipe to launch: a name under recipes/.")],
+    place: PlaceOption = None,
+    set_: SetOption = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it runs.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Another run, also when the same launch is under way.")] = False,
+    explain: ExplainOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Build the environment, stage the code, start the trainer, follow it to its end."""
+    from orchestrator.cli.launch import launch_command
+
+    launch_command(recipe, place, set_ or [], detach=detach, new=new, explain=explain, json=json)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="The recipe.")],
+    place: PlaceOption = None,
+    set_: SetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what a launch would do, in its order, with bytes. Reads facts at the place; changes nothing."""
+    from orchestrator.cli.launch import plan_command
+
+    plan_command(recipe, place, set_ or [], json=json)
+
+
+@app.command()
+def status(
+    run: RunArgument = None,
+    place: PlaceOption = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking, until Ctrl-C.")] = False,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Every run, also those that ended long ago.")] = False,
+    tail: Annotated[int, typer.Option("--tail", min=0, help="Lines of log to show.")] = 5,
+    json: JsonOption = False,
+    explain: ExplainOption = False,
+) -> None:
+    """Show runs, GPUs and the last lines of their logs, at every place at once."""
+    from orchestrator.cli.status import status_command
+
+    status_command(run, place, watch=watch, all_=all_, tail=tail, json=json, explain=explain)
+
+
+@app.command()
+def logs(
+    run: OneRunArgument = None,
+    place: PlaceOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Only the last N lines.")] = None,
+    pane: Annotated[bool, typer.Option("--pane", help="The tmux pane with its history, not the file.")] = False,
+    explain: ExplainOption = False,
+) -> None:
+    """Print a run's log, byte for byte."""
+    from orchestrator.cli.logs import logs_command
+
+    logs_command(run, place, follow=follow, tail=tail, pane=pane, explain=explain)
+
+
+@app.command()
+def attach(run: OneRunArgument = None, place: PlaceOption = None, explain: ExplainOption = False) -> None:
+    """Enter the run's tmux session. Leave it with Ctrl-b d; the run goes on."""
+    from orchestrator.cli.attach import attach_command
+
+    attach_command(run, place, explain=explain)
+
+
+@app.command()
+def stop(
+    run: Annotated[str, typer.Argument(help="As for status.")],
+    place: PlaceOption = None,
+    kill: Annotated[bool, typer.Option("--kill", help="At once, without the grace.")] = False,
+    json: JsonOption = False,
+    explain: ExplainOption = False,
+) -> None:
+    """Stop a run: ask it to end, and after its grace end every process of it."""
+    from orchestrator.cli.stop import stop_command
+
+    stop_command(run, place, kill=kill, json=json, explain=explain)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def exec(
+    context: typer.Context,
+    place: Annotated[str, typer.Argument(help="HOST or HOST/CONTAINER.")],
+    explain: ExplainOption = False,
+) -> None:
+    """Run a command at a place: orch exec PLACE -- CMD…  Its exit status is passed on; orch's own failures are 255."""
+    from orchestrator.cli.exec import exec_command
+
+    exec_command(place, list(context.args), explain=explain)
+
+
+@app.command()
+def trust(
+    host: Annotated[str, typer.Argument(help="A host of hosts.yaml.")],
+    fingerprint: Annotated[
+        str | None, typer.Option("--fingerprint", help="Record the key only if this is its SHA256 fingerprint.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Record it without asking.")] = False,
+) -> None:
+    """Show a host's SSH key and record it."""
+    from orchestrator.cli.trust import trust_command
+
+    trust_command(host, fingerprint=fingerprint, yes=yes)
+
+
+def _version(value: bool) -> None:
+    if value:
+        import importlib.metadata
+
+        print(f"orch {importlib.metadata.version('orch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass

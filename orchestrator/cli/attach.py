@@ -1,0 +1,61 @@
+"""`orch attach`: the run's own tmux session, through OpenSSH, since a terminal is wanted."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+
+from orchestrator.cli.context import meant_run
+from orchestrator.config import Place
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.place.container import wrap
+
+
+def attach_command(run: str | None, place: str | None, *, explain: bool) -> None:
+    """Replace this process by one that shows the session.
+
+    Raises:
+        UsageError: this is not a terminal.
+        OrchError: OpenSSH's client is missing here.
+    """
+    found, run = meant_run(run, place)
+    argv = attach_argv(found, run)
+    if explain:
+        print(shlex.join(argv))
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("attach needs a terminal", hint=f"orch logs -f {run}")
+    program = shutil.which(argv[0])
+    if program is None:
+        raise OrchError(f"attach needs the program {argv[0]} on this machine: install it", hint=f"orch logs -f {run}")
+    sys.stdout.flush()
+    os.execv(program, argv)
+
+
+def attach_argv(place: Place, run: str) -> list[str]:
+    """The command line that attaches to a run's session."""
+    # TERM may name a terminal that the place does not know; tmux refuses to start then.
+    tmux = ["env", f"TERM={_plain_term()}", "LANG=C.UTF-8", "tmux", "-L", f"orch-{run}", "attach-session", "-t", f"={run}:"]
+    inner = wrap(place.container, tmux) if place.container else tmux
+    ssh = place.host.ssh
+    if ssh is None:
+        return inner
+    argv = ["ssh", "-t"]
+    if ssh.ssh_config:
+        argv += ["-F", os.path.expanduser(ssh.ssh_config)]
+    if ssh.user:
+        argv += ["-l", ssh.user]
+    if ssh.port:
+        argv += ["-p", str(ssh.port)]
+    if ssh.identity_file:
+        argv += ["-i", os.path.expanduser(ssh.identity_file)]
+    if ssh.known_hosts:
+        argv += ["-o", f"UserKnownHostsFile={os.path.expanduser(ssh.known_hosts)}"]
+    return [*argv, "-o", "StrictHostKeyChecking=yes", "--", ssh.host, shlex.join(inner)]
+
+
+def _plain_term() -> str:
+    term = os.environ.get("TERM", "")
+    return term if term in ("xterm", "xterm-256color", "screen", "screen-256color", "linux") else "xterm-256color"

@@ -1,0 +1,74 @@
+"""`orch status`."""
+
+from __future__ import annotations
+
+import time
+
+from orchestrator.cli.context import project_and_hosts
+from orchestrator.cli.output import console, print_json
+from orchestrator.config import Place, resolve_place
+from orchestrator.errors import NotFound, Unreachable, UsageError
+from orchestrator.explain import explanation
+from orchestrator.survey import PlaceReport, Sessions, all_places, find_run, survey
+
+_LOOK_EVERY = 2.0  # seconds between two looks of --watch
+
+
+def status_command(
+    run: str | None, place: str | None, *, watch: bool, all_: bool, tail: int, json: bool, explain: bool
+) -> None:
+    """Show the runs that are meant.
+
+    Raises:
+        Unreachable: the one place asked for, or every place, did not answer (after showing what is known).
+    """
+    if watch and json:
+        raise UsageError("--watch and --json exclude each other: call --json again and again instead")
+    _, hosts = project_and_hosts()
+    selector: str | list[str] = "all" if all_ else "latest"
+    if run is not None:
+        found, run = find_run(hosts, run, place)
+        places, selector = [found], [run]
+    else:
+        places = [resolve_place(hosts, place)] if place else all_places(hosts)
+    if explain:
+        asked = run or selector
+        print("\n".join(explanation(one, [f"probe {asked}, {tail} lines of log, GPUs, tmux"]) for one in places))
+        return
+    if watch:
+        _watch(places, selector, tail)
+        return
+    reports = survey(places, runs=selector, tail_lines=tail)
+    if json:
+        print_json({"places": [report.to_json() for report in reports]})
+    else:
+        from orchestrator.view.status import print_status
+
+        print_status(console(), reports, details=run is not None)
+    _raise_for(reports, run)
+
+
+def _raise_for(reports: list[PlaceReport], run: str | None) -> None:
+    failed = [report.error for report in reports if report.error is not None]
+    if failed and len(failed) == len(reports):
+        raise failed[0] if len(failed) == 1 else Unreachable("no place answered")
+    if run is not None and not any(item.run == run and not item.error for item in reports[0].runs):
+        raise NotFound(f"there is no run {run} at {reports[0].place}", hint="orch status --all")
+
+
+def _watch(places: list[Place], selector: str | list[str], tail: int) -> None:
+    from rich.live import Live
+
+    from orchestrator.view.status import status_view
+
+    screen = console()
+    sessions = Sessions()
+    details = not isinstance(selector, str)
+    try:
+        with Live(console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+            while True:
+                reports = survey(places, runs=selector, tail_lines=tail, sessions=sessions)
+                live.update(status_view(reports, screen.width, details=details), refresh=True)
+                time.sleep(_LOOK_EVERY)
+    finally:
+        sessions.close()

@@ -1,0 +1,281 @@
+"""A launch: an ordered list of steps, each done when its result is in place, so that it can be taken up
+again at any point.
+
+Nothing is remembered here. What has been done is asked of the place: the run that was claimed, the
+environment and the code that lie there, the runner that holds the run's lock.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import yaml
+
+from orchestrator import history, secrets
+from orchestrator.config import (
+    EnvironmentSpec,
+    Place,
+    Project,
+    Recipe,
+    dump_recipe,
+    load_environment,
+    recipe_digest,
+)
+from orchestrator.environment.build import BuiltEnvironment, ensure
+from orchestrator.errors import OrchError, Refused
+from orchestrator.place.session import Session, open_session
+from orchestrator.provenance import provenance
+from orchestrator.snapshot import Snapshot, snapshot_bundled
+
+_CHUNK = 1 << 20
+
+
+class Report(Protocol):
+    """What is told while a launch goes on."""
+
+    def begin(self, step: str) -> None: ...
+
+    def progress(self, step: str, what: str, done: int, total: int | None, unit: str) -> None:
+        """`done` of `total` in `unit` ("B" or a plural such as "files")."""
+
+    def end(self, step: str, what: str) -> None: ...
+
+
+@dataclass
+class Launch:
+    """One launch on its way. The first five fields are what is asked for, the rest what the steps found."""
+
+    project: Project
+    recipe: Recipe
+    place: Place
+    report: Report
+    new: bool = False
+    spec: EnvironmentSpec | None = None
+    snapshot: Snapshot | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    session: Session | None = None
+    run: str = ""
+    how: str = ""  # new | continue | running
+    state: Mapping[str, Any] = field(default_factory=dict)
+    environment: BuiltEnvironment | None = None
+
+    @property
+    def connected(self) -> Session:
+        assert self.session is not None, "the step `connect` comes first"
+        return self.session
+
+    @property
+    def run_directory(self) -> str:
+        return f"{self.connected.root}/runs/{self.run}"
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+def user_name() -> str:
+    """Who launches: `ORCH_USER`, else the login name. The same launch from the same user is one run."""
+    return os.environ.get("ORCH_USER") or getpass.getuser()
+
+
+# --- the steps -------------------------------------------------------------------------------------
+
+
+def resolve(launch: Launch) -> str:
+    """Everything that can be wrong on this side is found before a connection is made."""
+    launch.spec = load_environment(launch.project, launch.recipe.environment)
+    launch.snapshot = snapshot_bundled()
+    launch.secrets = secrets.values(launch.recipe.secrets)
+    return f"{launch.recipe.name} at {launch.place.name}"
+
+
+def connect(launch: Launch) -> str:
+    launch.session = open_session(launch.place)
+    tmux = launch.connected.hello.container.get("tools", {}).get("tmux")
+    if not tmux:
+        raise OrchError(
+            f"there is no tmux in {launch.place.name}, and a run lives in one: install it there",
+            hint=f"orch exec {launch.place.name} -- apt-get install -y tmux",
+        )
+    return str(launch.connected.hello.container.get("hostname", launch.place.name))
+
+
+def claim(launch: Launch) -> str:
+    """Which run this launch is: a new one, or the same launch that was interrupted or still runs."""
+    user = user_name()
+    reply = launch.connected.call(
+        "claim",
+        {
+            "recipe": launch.recipe.name,
+            "digest": recipe_digest(launch.recipe, launch.place),
+            "user": user,
+            "workstation": platform.node(),
+            "place": launch.place.name,
+            "new": launch.new,
+        },
+    )
+    launch.run, launch.how = str(reply.data["run"]), str(reply.data["how"])
+    launch.state = reply.data["state"]
+    if launch.how == "busy":
+        holder = launch.state.get("launcher") or {}
+        raise Refused(
+            f"{launch.run} is being launched already, by {holder.get('user', 'somebody')} on "
+            f"{holder.get('workstation', 'another workstation')} (process {holder.get('pid', 'unknown')})",
+            hint=f"orch status {launch.run}",
+        )
+    _remember(launch)
+    return {
+        "new": f"{launch.run}, a new run",
+        "continue": f"{launch.run}, continuing a launch that was interrupted",
+        "running": f"{launch.run}, which is {launch.state.get('phase')} already",
+    }[launch.how]
+
+
+def environment(launch: Launch) -> str:
+    assert launch.spec is not None
+    built = ensure(
+        launch.connected,
+        launch.spec,
+        progress=lambda what, done, total, unit: launch.report.progress(
+            "environment", what, done, total, unit
+        ),
+    )
+    launch.environment = built
+    return f"{launch.recipe.environment} {built.id}, {built.how}"
+
+
+def code(launch: Launch) -> str:
+    snapshot = launch.snapshot
+    assert snapshot is not None
+    reply = launch.connected.call("have", {"paths": [snapshot.path]})
+    if snapshot.path in reply.data["have"]:
+        return f"{snapshot.digest}, in place"
+
+    def chunks() -> Any:
+        for start in range(0, len(snapshot.tar), _CHUNK):
+            yield snapshot.tar[start : start + _CHUNK]
+            sent = min(start + _CHUNK, len(snapshot.tar))
+            launch.report.progress("code", "streaming", sent, len(snapshot.tar), "B")
+
+    launch.connected.upload("put", snapshot_arguments(snapshot), chunks())
+    return f"{snapshot.digest}, {snapshot.files} files sent"
+
+
+def start(launch: Launch) -> str:
+    """Hand the run over to the runner at the place, which keeps it from here on."""
+    assert launch.environment is not None and launch.snapshot is not None
+    session = launch.connected
+    files = {
+        "recipe.yaml": dump_recipe(launch.recipe),
+        "trainer.yaml": yaml.safe_dump(launch.recipe.settings, sort_keys=False),
+        "launch.json": json.dumps(start_record(launch), indent=1),
+        "provenance.json": json.dumps(
+            provenance(launch.recipe, launch.place, session.hello, launch.environment, launch.snapshot),
+            indent=1,
+        ),
+    }
+    payload = json.dumps(dict(launch.secrets)).encode() if launch.secrets else b""
+    reply = session.call(
+        "start",
+        {
+            "run": launch.run,
+            "files": files,
+            "environment": launch.environment.id,
+            "code": launch.snapshot.digest,
+        },
+        payload=payload,
+        timeout=60.0,
+    )
+    launch.state = reply.data
+    return f"{launch.run}, runner {(launch.state.get('runner') or {}).get('pid', '?')} in tmux"
+
+
+Step = tuple[str, Callable[[Launch], str]]
+
+STEPS: tuple[Step, ...] = (
+    ("resolve", resolve),
+    ("connect", connect),
+    ("claim", claim),
+    ("environment", environment),
+    ("code", code),
+    ("start", start),
+)
+
+
+def carry_out(launch: Launch) -> None:
+    """Go through the steps. Afterwards `launch.run` runs, and `launch.session` is still open.
+
+    A run that is already under way (`how == "running"`) is left alone: the steps end with `claim`.
+
+    Raises:
+        OrchError: a step failed; what is in place stays, and the same launch again goes on from there.
+    """
+    for name, step in STEPS:
+        launch.report.begin(name)
+        launch.report.end(name, step(launch))
+        if launch.how == "running":
+            return
+
+
+# --- what travels ----------------------------------------------------------------------------------
+
+
+def snapshot_arguments(snapshot: Snapshot) -> dict[str, Any]:
+    import hashlib
+
+    return {
+        "path": snapshot.path,
+        "size": len(snapshot.tar),
+        "sha256": hashlib.sha256(snapshot.tar).hexdigest(),
+        "mode": 0o755,
+        "unpack": "tar",
+    }
+
+
+def start_record(launch: Launch) -> dict[str, Any]:
+    """`launch.json`: all that the runner needs to start the trainer, without its secrets."""
+    assert launch.environment is not None and launch.snapshot is not None
+    built, root, run = launch.environment, launch.connected.root, launch.run_directory
+    cache = f"{run}/cache"
+    places = {"python": built.python, "run_dir": run, "settings": f"{run}/trainer.yaml"}
+    command = launch.recipe.command or ["{python}", "-m", "trainer", "train", "{settings}"]
+    return {
+        "argv": [_filled(word, places) for word in command],
+        "cwd": f"{root}/{launch.snapshot.path}",
+        "env": {
+            "PATH": f"{built.path}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONDONTWRITEBYTECODE": "1",  # the code snapshot is never written to
+            "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+            "TRITON_CACHE_DIR": f"{cache}/triton",
+            **launch.recipe.env,
+        },
+        "metrics": launch.recipe.metrics,
+        "stop_grace": launch.recipe.stop_grace,
+        "sample_seconds": launch.recipe.sample_seconds,
+        "health": launch.recipe.health.model_dump(),
+    }
+
+
+def _filled(word: str, places: Mapping[str, str]) -> str:
+    for name, value in places.items():
+        word = word.replace("{" + name + "}", value)
+    return word
+
+
+def _remember(launch: Launch) -> None:
+    history.remember(
+        [
+            history.Entry(
+                run=launch.run,
+                place=launch.place.name,
+                recipe=launch.recipe.name,
+                created=float(launch.state.get("created") or 0.0),
+            )
+        ]
+    )

@@ -1,0 +1,141 @@
+"""What a run is, seen from the workstation: its phases and the typed reading of one probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ENDED = frozenset({"finished", "failed", "stopped", "lost"})
+BEFORE_TRAINING = frozenset({"preparing", "starting", "compiling"})
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi gave it; a value that could not be read is None."""
+
+    index: int | None
+    name: str | None
+    uuid: str | None
+    memory_used: float | None  # MiB
+    memory_total: float | None  # MiB
+    utilization: float | None  # percent of time
+    temperature: float | None  # °C
+    power: float | None  # W
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run as a probe found it. Times are Unix seconds on the place's own clock, as `now` is."""
+
+    run: str
+    place: str
+    recipe: str
+    user: str
+    phase: str
+    why: str | None
+    now: float
+    created: float
+    started: float | None
+    ended: float | None
+    heartbeat: float | None
+    step: int | None
+    step_at: float | None
+    tokens_per_second: float | None
+    loss: float | None
+    evaluation: Mapping[str, Any] | None
+    result: Mapping[str, Any] | None
+    exit: Mapping[str, Any] | None
+    state: Mapping[str, Any]
+    log_size: int | None
+    log_inode: int | None
+    log_offset: int | None
+    log_truncated: bool
+    log: bytes
+    tmux: Mapping[str, Any] | None
+    error: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in ENDED
+
+    @property
+    def seconds(self) -> float:
+        """Age of the run, or how long it took."""
+        return max(0.0, (self.ended or self.now) - self.created)
+
+    def to_json(self) -> dict[str, Any]:
+        """The shape of a run in `--json` output, version 1."""
+        return {
+            "run": self.run,
+            "place": self.place,
+            "recipe": self.recipe,
+            "user": self.user,
+            "phase": self.phase,
+            "why": self.why,
+            "now": self.now,
+            "created": self.created,
+            "started": self.started,
+            "ended": self.ended,
+            "heartbeat": self.heartbeat,
+            "step": self.step,
+            "step_at": self.step_at,
+            "tokens_per_second": self.tokens_per_second,
+            "loss": self.loss,
+            "evaluation": self.evaluation,
+            "result": self.result,
+            "exit": self.exit,
+            "environment": self.state.get("environment"),
+            "code": self.state.get("code"),
+            "log_size": self.log_size,
+            "log_tail": self.log.decode("utf-8", "replace").splitlines(),
+            "tmux": self.tmux,
+            "error": self.error,
+        }
+
+
+def from_probe(answer: Mapping[str, Any], payload: bytes, place: str) -> list[RunStatus]:
+    """The runs in one answer of the probe, in its order."""
+    return [_status(item, payload, place, float(answer["time"])) for item in answer.get("runs") or ()]
+
+
+def _status(item: Mapping[str, Any], payload: bytes, place: str, now: float) -> RunStatus:
+    state: Mapping[str, Any] = item.get("state") or {}
+    metrics: Mapping[str, Any] = item.get("metrics") or {}
+    last: Mapping[str, Any] = metrics.get("last") or {}
+    log: Mapping[str, Any] = item.get("log") or {}
+    start, length = int(log.get("from") or 0), int(log.get("length") or 0)
+    end: Mapping[str, Any] = state.get("exit") or {}
+    return RunStatus(
+        run=str(item.get("run") or state.get("run") or "?"),
+        place=place,
+        recipe=str(state.get("recipe") or "?"),
+        user=str(state.get("user") or "?"),
+        phase=str(item.get("phase") or "unknown"),
+        why=item.get("why"),
+        now=now,
+        created=float(state.get("created") or now),
+        started=state.get("started"),
+        ended=end.get("at"),
+        heartbeat=state.get("heartbeat"),
+        step=_first(last.get("step"), state.get("step")),
+        step_at=_first(last.get("time"), state.get("step_at")),
+        tokens_per_second=_first(metrics.get("tokens_per_second"), state.get("tokens_per_second")),
+        loss=last.get("loss"),
+        evaluation=metrics.get("eval"),
+        result=item.get("result"),
+        exit=state.get("exit"),
+        state=state,
+        log_size=log.get("size"),
+        log_inode=log.get("inode"),
+        log_offset=log.get("offset"),
+        log_truncated=bool(log.get("truncated")),
+        log=payload[start : start + length],
+        tmux=item.get("tmux"),
+        error=item.get("error"),
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,179 @@
+"""Asking places about their runs: one probe a place, all places at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator import history
+from orchestrator.config import Host, Place, resolve_place
+from orchestrator.errors import NotFound, OrchError
+from orchestrator.place.session import Session, open_session
+from orchestrator.remote.nvidia_smi import parse_gpus
+from orchestrator.run import Gpu, RunStatus, from_probe
+
+
+@dataclass(frozen=True)
+class PlaceReport:
+    """What one place answered. With `error` set nothing is known of its runs, which is not the same as
+    nothing running there. `time` is Unix time by the place's own clock."""
+
+    place: str
+    time: float | None
+    runs: tuple[RunStatus, ...]
+    gpus: tuple[Gpu, ...]
+    gpu_error: str | None
+    error: OrchError | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "place": self.place,
+            "reachable": self.error is None,
+            "error": self.error.message if self.error else None,
+            "time": self.time,
+            "gpus": [gpu.__dict__ for gpu in self.gpus],
+            "gpu_error": self.gpu_error,
+            "runs": [run.to_json() for run in self.runs],
+        }
+
+
+def all_places(hosts: Mapping[str, Host]) -> list[Place]:
+    """Every place where runs can be: each container; and each host that has none, or where a run is known."""
+    used = {entry.place for entry in history.known()}
+    places = []
+    for name, host in hosts.items():
+        if not host.containers or name in used or host.ssh is None:
+            places.append(resolve_place(hosts, name))
+        places += [resolve_place(hosts, f"{name}/{container}") for container in host.containers]
+    return places
+
+
+@dataclass
+class Sessions:
+    """Sessions that are kept open from one survey to the next, by place."""
+
+    open: dict[str, Session] = field(default_factory=dict)
+
+    def close(self) -> None:
+        while self.open:
+            self.open.popitem()[1].close()
+
+
+def survey(
+    places: Sequence[Place],
+    *,
+    runs: str | Sequence[str] = "latest",
+    tail_lines: int = 5,
+    screen: bool = True,
+    sessions: Sessions | None = None,
+) -> list[PlaceReport]:
+    """Probe all places at once; one that fails costs only its own report.
+
+    `runs` is "active", "latest" (the active ones, and else the newest), "all", or ids. With `sessions`
+    the connections stay open for the next survey; it is then the caller who closes them.
+    """
+    if not places:
+        return []
+    kept = sessions or Sessions()
+    try:
+        with ThreadPoolExecutor(max_workers=min(16, len(places))) as pool:
+            return list(pool.map(lambda place: _report(place, runs, tail_lines, screen, kept), places))
+    finally:
+        if sessions is None:
+            kept.close()
+
+
+def _report(
+    place: Place, runs: str | Sequence[str], tail_lines: int, screen: bool, kept: Sessions
+) -> PlaceReport:
+    arguments = {
+        "runs": runs if isinstance(runs, str) else list(runs),
+        "tail_lines": tail_lines,
+        "offset": None,
+        "screen": screen,
+        "gpus": True,
+        "wait": 0,
+    }
+    try:
+        if place.name not in kept.open:
+            kept.open[place.name] = open_session(place)
+        reply = kept.open[place.name].call("probe", arguments, timeout=30.0)
+    except OrchError as error:
+        broken = kept.open.pop(place.name, None)
+        if broken is not None:
+            broken.close()
+        return PlaceReport(place.name, None, (), (), None, error)
+    found = from_probe(reply.data, reply.payload, place.name)
+    history.remember([_entry(run) for run in found if not run.error])
+    gpus, gpu_error = _gpus(reply.data.get("gpus") or {})
+    return PlaceReport(place.name, float(reply.data["time"]), tuple(found), gpus, gpu_error, None)
+
+
+def _gpus(reading: Mapping[str, Any]) -> tuple[tuple[Gpu, ...], str | None]:
+    error = reading.get("error")
+    rows = parse_gpus(reading.get("text") or "") if not error else []
+    return tuple(_gpu(row) for row in rows), error
+
+
+def _gpu(row: Mapping[str, Any]) -> Gpu:
+    def value(name: str) -> Any:
+        return row.get(name)
+
+    return Gpu(
+        index=value("index"),
+        name=value("name"),
+        uuid=value("uuid"),
+        memory_used=value("memory_used"),
+        memory_total=value("memory_total"),
+        utilization=value("utilization"),
+        temperature=value("temperature"),
+        power=value("power"),
+        error=value("error"),
+    )
+
+
+def _entry(run: RunStatus) -> history.Entry:
+    return history.Entry(run=run.run, place=run.place, recipe=run.recipe, created=run.created)
+
+
+def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None = None) -> tuple[Place, str]:
+    """Where the run is that `reference` means (see `history.matching`): by the index, else by asking
+    every place.
+
+    Raises:
+        NotFound: no place knows it, or it can mean several runs.
+    """
+    entries = [entry for entry in history.known(place) if _configured(hosts, entry.place)]
+    found = history.matching(reference, entries)
+    unreached: list[str] = []
+    if not found:
+        asked = [resolve_place(hosts, place)] if place else all_places(hosts)
+        reports = survey(asked, runs="all", tail_lines=0, screen=False)
+        unreached = [report.place for report in reports if report.error]
+        entries = [_entry(run) for report in reports for run in report.runs]
+        found = history.matching(reference, entries)
+    if len({entry.run for entry in found}) > 1:
+        names = ", ".join(entry.run for entry in found[:5])
+        raise NotFound(f'"{reference}" can mean {len(found)} runs: {names}', hint="orch status")
+    if not found:
+        raise NotFound(_unknown(reference, entries, unreached), hint="orch status")
+    return resolve_place(hosts, found[0].place), found[0].run
+
+
+def _configured(hosts: Mapping[str, Host], place: str) -> bool:
+    host, _, container = place.partition("/")
+    return host in hosts and (not container or container in hosts[host].containers)
+
+
+def _unknown(reference: str | None, entries: Iterable[history.Entry], unreached: Sequence[str]) -> str:
+    text = "there are no runs yet" if reference is None else f'there is no run "{reference}"'
+    if reference is not None:
+        near = difflib.get_close_matches(reference, [entry.run for entry in entries], n=1)
+        if near:
+            text += f' (did you mean "{near[0]}"?)'
+    if unreached:
+        text += f"; {', '.join(unreached)} did not answer and may know more"
+    return text

@@ -1,0 +1,163 @@
+"""`orch status` for people: runs, GPUs, and the last lines of what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.run import ENDED, Gpu, RunStatus
+from orchestrator.survey import PlaceReport
+from orchestrator.view.text import duration, mebibytes, number, printable, rate
+
+PHASE_STYLE = {
+    "preparing": "cyan",
+    "starting": "cyan",
+    "compiling": "cyan",
+    "training": "green",
+    "finished": "bold green",
+    "failed": "bold red",
+    "lost": "bold red",
+    "stopped": "yellow",
+    "unknown": "magenta",
+}
+
+
+def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool) -> RenderableType:
+    """Everything the probes brought back, fitted to `width` columns.
+
+    `details` shows the tail of the log and the pane also of runs that have ended.
+    """
+    parts: list[RenderableType] = []
+    runs = [run for report in reports for run in report.runs]
+    parts.append(_runs_table(runs, width) if runs else Text("no runs yet: orch launch demo", style="dim"))
+    for report in reports:
+        if report.error is not None:
+            parts.append(
+                Text.assemble(
+                    (report.place, "bold"), ": ", ("unknown", PHASE_STYLE["unknown"]), f", {report.error.message}"
+                )
+            )
+    for report in reports:
+        gpus = _gpu_lines(report, width)
+        if gpus is not None:
+            parts += [Text(), gpus]
+    for run in runs:
+        if details or run.phase not in ENDED or run.phase in ("failed", "lost"):
+            parts += [Text(), *_details(run)]
+    return Group(*parts)
+
+
+def _runs_table(runs: Sequence[RunStatus], width: int) -> Table:
+    narrow = width < 100
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if not narrow else 1, 0, 0))
+    table.add_column("RUN", overflow="fold", no_wrap=False)
+    if not narrow:
+        table.add_column("PLACE", overflow="fold")
+    table.add_column("PHASE", no_wrap=True)
+    for name in ("STEP", "LOSS", "TOK/S", "τ", "AGE"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if not narrow:
+        table.add_column("BY", overflow="ellipsis", no_wrap=True)
+    for run in runs:
+        row: list[RenderableType] = [Text(run.run)]
+        if not narrow:
+            row.append(Text(run.place))
+        row.append(Text(run.phase, style=PHASE_STYLE.get(run.phase, "")))
+        row += [
+            Text("-" if run.step is None else str(run.step)),
+            Text(number(run.loss)),
+            Text(rate(run.tokens_per_second)),
+            Text(number(acceptance_length(run), ".2f")),
+            Text(duration(run.seconds)),
+        ]
+        if not narrow:
+            row.append(Text(run.user))
+        table.add_row(*row)
+    return table
+
+
+def acceptance_length(run: RunStatus) -> float | None:
+    """The headline τ of the last evaluation, or of the result."""
+    for source in (run.result, run.evaluation):
+        headline = (source or {}).get("headline")
+        if isinstance(headline, dict) and isinstance(headline.get("tau"), (int, float)):
+            return float(headline["tau"])
+    return None
+
+
+def _gpu_lines(report: PlaceReport, width: int) -> RenderableType | None:
+    if report.error is not None:
+        return None
+    if not report.gpus:
+        if report.gpu_error and "not there" not in report.gpu_error:
+            return Text(f"GPUs at {report.place}: unknown, {report.gpu_error}", style="magenta")
+        return None
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(f"GPU at {report.place}", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    table.add_column("UTIL", justify="right", no_wrap=True)
+    if width >= 60:
+        table.add_column("°C", justify="right", no_wrap=True)
+        table.add_column("W", justify="right", no_wrap=True)
+    for gpu in report.gpus:
+        row = [_gpu_name(gpu), mebibytes(gpu.memory_used, gpu.memory_total), _percent(gpu.utilization)]
+        if width >= 60:
+            row += [number(gpu.temperature, ".0f"), number(gpu.power, ".0f")]
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _gpu_name(gpu: Gpu) -> str:
+    name = f"{'?' if gpu.index is None else gpu.index} {gpu.name or ''}".strip()
+    return f"{name} ({gpu.error})" if gpu.error else name
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}%"
+
+
+def _details(run: RunStatus) -> list[RenderableType]:
+    head = Text.assemble((run.run, "bold"), f" at {run.place}: ", (run.phase, PHASE_STYLE.get(run.phase, "")))
+    if run.why:
+        head.append(f", {run.why}")
+    elif run.phase not in ENDED and run.step_at is not None:
+        head.append(f", last step {duration(run.now - run.step_at)} ago")
+    parts: list[RenderableType] = [head]
+    note = tmux_note(run)
+    if note:
+        parts.append(Text(note, style="yellow"))
+    tail = [Text(printable(line), style="dim", overflow="fold") for line in log_lines(run.log)]
+    parts += [Padding(line, (0, 0, 0, 2)) for line in tail]
+    if not tail:
+        screen = (run.tmux or {}).get("screen") or ""
+        lines = [line for line in screen.splitlines() if line.strip()][-5:]
+        parts += [Padding(Text(printable(line), style="dim", overflow="fold"), (0, 0, 0, 2)) for line in lines]
+    return parts
+
+
+def log_lines(log: bytes) -> list[str]:
+    """The lines of a piece of log, empty ones at its end left out."""
+    return log.decode("utf-8", "replace").rstrip().split("\n") if log.strip() else []
+
+
+def tmux_note(run: RunStatus) -> str | None:
+    """What the tmux witness adds to the record, when it disagrees with it."""
+    tmux = run.tmux
+    if tmux is None or run.phase in ENDED or run.phase == "preparing":
+        return None
+    if tmux.get("error"):
+        return f"tmux could not be read: {tmux['error']}"
+    if tmux.get("session") is False:
+        return "its tmux session is gone; the run itself goes on without it"
+    if tmux.get("pane_dead"):
+        return "its pane has ended, though the record says that it runs"
+    return None
+
+
+def print_status(console: Console, reports: Sequence[PlaceReport], *, details: bool) -> None:
+    """Write the whole status once."""
+    console.print(status_view(reports, console.width, details=details))
