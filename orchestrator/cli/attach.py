@@ -37,7 +37,7 @@ def attach_command(run: str | None, place: str | None, *, explain: bool) -> None
 def attach_argv(place: Place, run: str) -> list[str]:
     """The command line that attaches to a run's session."""
     # TERM may name a terminal that the place does not know; tmux refuses to start then.
-    tmux = ["env", f"TERM={_plain_term()}", "LANG=C.UTF-8", "tmux", "-L", f"orch-{run}", "attach-session", "-t", f"={run}:"]
+    tmux = ["env", f"TERM={_plain_term()}", "LANG=C.UTF-8", "tmux", "-L", f"orch-{run}", "attach-session", "-t", "=run:"]
     inner = wrap(place.container, tmux) if place.container else tmux
     ssh = place.host.ssh
     if ssh is None:
