@@ -1,0 +1,227 @@
+"""What hosts.yaml, a recipe and an environment's spec.yaml hold.
+
+`Expect` says in words what a value must be, for the sentence that refuses another; `Given` marks what is not
+a key of the file but comes from around it (a name from the file's stem, say).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+HOST_NAME = r"[a-z0-9][a-z0-9._-]*"
+CONTAINER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+RECIPE_NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
+ENVIRONMENT_NAME = HOST_NAME
+VARIABLE_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What a value must be: completes "KEY must be …"; `add` shows how to write a missing one."""
+
+    words: str
+    add: str = ""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The field is not a key of the file."""
+
+
+def _whole(pattern: str) -> StringConstraints:
+    return StringConstraints(pattern=rf"^(?:{pattern})\z")
+
+
+def _python_range(text: str) -> str:
+    version = _version_or_range(text)
+    if version is None:
+        return text
+    # a bare 3.11 means any 3.11, and a bare 3.11.7 that one alone
+    return f"=={text}" if version.count(".") >= 2 else f"=={text}.*"
+
+
+def _torch_version(text: str) -> str:
+    _version_or_range(text)
+    return text
+
+
+def _version_or_range(text: str) -> str | None:
+    """The version when it is one, None when it is a range; ValueError when it is neither."""
+    # imported here: only environments need it, and every command loads this module
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(text))
+    except InvalidVersion:
+        pass
+    try:
+        if len(SpecifierSet(text)) == 0:
+            raise ValueError("empty")
+    except InvalidSpecifier as error:
+        raise ValueError(str(error)) from error
+    return None
+
+
+Text = Annotated[str, _whole(r"[^\x00]*"), Expect('text (write "" for an empty one)')]
+AbsolutePath = Annotated[
+    str,
+    _whole(r"/[^\x00-\x1f\x7f]*[^\x00-\x1f\x7f/]"),
+    Expect("an absolute path at the place, such as /srv/orch"),
+]
+VariableName = Annotated[
+    str,
+    _whole(VARIABLE_NAME),
+    Expect("the name of an environment variable (letters, digits and _, no digit first)"),
+]
+
+
+class _Model(BaseModel):
+    # defaults are what the annotations say, and nothing changes once it is read
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class Ssh(_Model):
+    """How a host is reached by SSH; what is not said here is taken from the SSH configuration."""
+
+    host: Annotated[
+        str,
+        _whole(r"[A-Za-z0-9_][A-Za-z0-9._-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9._-]+)?"),
+        Expect("a host name, an address, or an alias of the SSH configuration", "host: NAME"),
+    ]
+    user: Annotated[str | None, _whole(r"[A-Za-z0-9_][A-Za-z0-9._@\\$-]*"), Expect("a user name")] = None
+    port: Annotated[int | None, Field(ge=1, le=65535), Expect("a whole number from 1 to 65535")] = None
+    identity_file: Annotated[Path | None, Expect("the path of a private key")] = None
+    known_hosts: Annotated[Path | None, Expect("the path of a known_hosts file")] = None
+    ssh_config: Annotated[Path | None, Expect("the path of an SSH configuration file")] = None
+    connect_timeout: Annotated[
+        float, Field(gt=0, le=600, allow_inf_nan=False), Expect("a number of seconds above 0, at most 600")
+    ] = 10.0
+
+
+class Container(_Model):
+    """A container of a host: `pct` by its VMID, `lxc` by its name."""
+
+    kind: Annotated[Literal["pct", "lxc"], Expect('"pct" (Proxmox) or "lxc"', "kind: pct")]
+    id: Annotated[str, _whole(CONTAINER_NAME), Expect("a VMID or the name of a container", "id: 200")]
+    root: AbsolutePath | None = None
+
+
+class Host(_Model):
+    """A machine reached by SSH, or (without `ssh`) this one."""
+
+    name: Annotated[str, _whole(HOST_NAME), Given()]
+    ssh: Annotated[
+        Ssh | None, Expect("a mapping with host, user, port, …, or text such as root@192.0.2.10:22")
+    ] = None
+    root: AbsolutePath | None = None
+    python: Annotated[
+        str | None, _whole(r"[A-Za-z0-9_/][A-Za-z0-9._/+-]*"), Expect("a command or the path of a Python")
+    ] = None
+    containers: Annotated[
+        dict[
+            Annotated[str, _whole(CONTAINER_NAME), Expect("a name of letters, digits, and . _ - inside it")],
+            Annotated[Container, Expect("a mapping such as {kind: pct}")],
+        ],
+        Expect("a mapping of names to containers"),
+    ] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where commands run and files lie: a host and, perhaps, one of its containers."""
+
+    host: Host
+    container_name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """`local`, or `pve/200` for a container."""
+        return self.host.name if self.container_name is None else f"{self.host.name}/{self.container_name}"
+
+    @property
+    def container(self) -> Container | None:
+        """The container, or None for the host itself."""
+        return None if self.container_name is None else self.host.containers[self.container_name]
+
+    @property
+    def root(self) -> str | None:
+        """The directory to use at the place, where one is set; a container's is its own, not its host's."""
+        return self.host.root if self.container is None else self.container.root
+
+
+class Health(_Model):
+    """What a run must reach to count as healthy."""
+
+    step: Annotated[int | None, Field(ge=1), Expect("a whole number from 1")] = None
+    tokens_per_second: Annotated[
+        float | None, Field(gt=0, allow_inf_nan=False), Expect("a number above 0")
+    ] = None
+
+
+class Recipe(_Model):
+    """What to run, where, in which environment, and what counts as healthy."""
+
+    name: Annotated[
+        str,
+        _whole(RECIPE_NAME),
+        Expect("at most 40 lower-case letters, digits, _ and -, a letter or digit first"),
+    ]
+    description: Text = ""
+    place: Annotated[
+        str,
+        _whole(rf"{HOST_NAME}(?:/{CONTAINER_NAME})?"),
+        Expect("a host or HOST/CONTAINER, such as pve/200"),
+    ] = "local"
+    environment: Annotated[
+        str,
+        _whole(ENVIRONMENT_NAME),
+        Expect("the name of an environment, such as demo", "environment: NAME"),
+    ]
+    code: Annotated[Literal["bundled"], Expect('"bundled"')] = "bundled"
+    command: Annotated[
+        list[Text] | None, Field(min_length=1), Expect("a list of words, such as [python, train.py]")
+    ] = None
+    settings: Annotated[dict[str, Any], Expect("a mapping: the trainer's configuration")] = Field(
+        default_factory=dict
+    )
+    env: Annotated[dict[VariableName, Text], Expect("a mapping of names to text")] = Field(
+        default_factory=dict
+    )
+    secrets: Annotated[list[VariableName], Expect("a list of names of environment variables")] = Field(
+        default_factory=list
+    )
+    metrics: Annotated[bool, Expect("true or false")] = True
+    health: Annotated[Health, Expect("a mapping with step and tokens_per_second")] = Health()
+    stop_grace: Annotated[
+        float, Field(ge=0, le=86400, allow_inf_nan=False), Expect("a number of seconds from 0 to 86400")
+    ] = 30.0
+    sample_seconds: Annotated[
+        float, Field(ge=0.1, le=3600, allow_inf_nan=False), Expect("a number of seconds from 0.1 to 3600")
+    ] = 5.0
+
+
+class EnvironmentSpec(_Model):
+    """An environment's spec.yaml, with the lock that lies beside it."""
+
+    name: Annotated[str, Given()]
+    directory: Annotated[Path, Given()]
+    lock_text: Annotated[str, Given()] = Field(repr=False)
+    python: Annotated[
+        str,
+        AfterValidator(_python_range),
+        Expect("a version or a range of versions, such as >=3.10,<3.14", 'python: ">=3.10,<3.14"'),
+    ]
+    torch: Annotated[
+        str,
+        AfterValidator(_torch_version),
+        Expect("a version or a range of versions, such as 2.11.0", "torch: 2.11.0"),
+    ]
+    backend: Annotated[
+        Literal["cpu", "cu126", "cu128", "cu130", "auto"],
+        Expect("cpu, cu126, cu128, cu130 or auto", "backend: cpu"),
+    ]

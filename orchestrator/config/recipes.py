@@ -1,0 +1,184 @@
+"""Recipes: found by name, read, overridden from the command line, written out, and told apart by digest."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.config.models import RECIPE_NAME, Place, Recipe
+from orchestrator.config.problems import dotted, validate
+from orchestrator.config.project import Project, list_recipes
+from orchestrator.config.words import did_you_mean, listing, quote
+from orchestrator.config.yaml_source import Document, Loc, dump_yaml, parse_yaml, read_yaml, shown
+from orchestrator.errors import ConfigError, UsageError
+
+_TYPED = frozenset({"settings"})
+# names that promise a secret; TOKEN alone also names the special tokens of a vocabulary, hence the length
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY)\Z", re.I
+)
+_SECRET_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """A recipe as it was read: its name and its document, not yet checked."""
+
+    name: str
+    document: Document
+
+
+def load_recipe(
+    project: Project, name: str, place_override: str | None = None, overrides: Sequence[str] = ()
+) -> Recipe:
+    """The recipe of that name (or in that file), with `--set` overrides and another place if given."""
+    source = apply_overrides(read_recipe(project, name), overrides)
+    if place_override is not None:
+        source = _with(source, ("place",), Document(place_override, values={("place",): "the place given"}))
+    return check_recipe(source)
+
+
+def read_recipe(project: Project, name: str) -> RecipeSource:
+    """The recipe's document; UsageError with the nearest name when there is none."""
+    known = list_recipes(project)
+    path = known.get(name)
+    if path is None and ("/" in name or name.endswith((".yaml", ".yml"))):
+        path = project.cwd / name
+        if not path.is_file():
+            raise UsageError(f"there is no recipe file {quote(name)}", f"recipes: {listing(known)}")
+    if path is None:
+        looked = " and ".join(shown(folder) for folder in project.recipe_dirs)
+        raise UsageError(
+            f"there is no recipe {quote(name)}{did_you_mean(name, known)}",
+            f"recipes: {listing(known)}; looked in {looked}",
+        )
+    return RecipeSource(path.stem, read_yaml(path, _TYPED))
+
+
+def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSource:
+    """The recipe with each `KEY=VALUE` of `--set` put in; the key is dotted, the value is YAML."""
+    problems: list[str] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        loc: Loc = tuple(key.split("."))
+        # the value may be anything, so it is not part of the label
+        label = f"--set {key[:60]}"
+        if not equals or not all(loc):
+            problems.append(
+                f"--set takes KEY=VALUE with a dotted key, such as settings.steps=5, not {quote(key)}"
+            )
+            continue
+        try:
+            document = parse_yaml(value, lambda line, column, label=label: label, _TYPED, at=loc)  # type: ignore[misc]
+            problems += document.problems
+            if not value:
+                document.data = ""  # nothing after the "=" is empty text; `null` takes a key back
+            source = _with(source, loc, document)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return source
+
+
+def check_recipe(source: RecipeSource) -> Recipe:
+    """The recipe, or a ConfigError with everything that is wrong with it."""
+    document, name = source.document, source.name
+    problems = list(document.problems)
+    given = {"name": name}
+    if not re.fullmatch(RECIPE_NAME, name):
+        problems.append(
+            f"{document.where(())}: a recipe is named by its file, at most 40 lower-case letters, "
+            f"digits, _ and -, not {quote(name)}"
+        )
+        given = {"name": "unnamed"}
+    elif isinstance(document.data, dict) and document.data.get("name", name) not in (name, None):
+        problems.append(
+            f"{document.where(('name',))}: name must be {quote(name)}, as the file is named, "
+            f"not {quote(document.data['name'])}; leave it out or rename the file"
+        )
+    if isinstance(document.data, dict):
+        problems += _secret_problems(document)
+    recipe, wrong = validate(Recipe, document, given=given)
+    problems += wrong
+    if recipe is None or problems:
+        raise ConfigError(problems)
+    return recipe
+
+
+def parse_recipe(text: str, name: str = "recipe.yaml") -> Recipe:
+    """A recipe from what `dump_recipe` wrote, which holds its own name; `name` is the text's in a sentence."""
+    document = parse_yaml(
+        text, lambda line, column: f"{name}:{line}" + (f":{column}" if column else ""), _TYPED
+    )
+    own = document.data.get("name") if isinstance(document.data, dict) else None
+    return check_recipe(RecipeSource(own if isinstance(own, str) else "", document))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML with every key written out; reading it gives the same recipe."""
+    return dump_yaml(recipe.model_dump())
+
+
+def recipe_digest(recipe: Recipe, place: Place | str) -> str:
+    """SHA-256 (hex) of what the recipe says, at that place; comments and the order of keys do not matter."""
+    content = recipe.model_dump() | {"place": place if isinstance(place, str) else place.name}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _with(source: RecipeSource, loc: Loc, new: Document) -> RecipeSource:
+    """The recipe with one value replaced, and its place in the sentences with it."""
+    document = copy.deepcopy(source.document)
+    if document.data is None:
+        document.data = {}
+    label = new.values[loc]
+    inner: Any = document.data
+    for depth, part in enumerate(loc[:-1], start=1):
+        if isinstance(inner, dict) and inner.get(str(part)) is None:
+            inner[str(part)] = {}
+            document.keys[loc[:depth]] = document.values[loc[:depth]] = label
+        inner = inner[str(part)] if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                [f"{label}: {dotted(loc[:depth])} is not a mapping, so no key can be set in it"]
+            )
+    if not isinstance(inner, dict):
+        raise ConfigError(
+            [f"{document.where(())}: the file must be a mapping (key: value), not {quote(inner)}"]
+        )
+    inner[str(loc[-1])] = new.data
+    for marks in (document.keys, document.values):
+        for old in [mark for mark in marks if mark[: len(loc)] == loc]:
+            del marks[old]
+    document.keys |= {loc: label, **new.keys}
+    document.values |= new.values
+    return RecipeSource(source.name, document)
+
+
+def _secret_problems(document: Document) -> list[str]:
+    """Secrets are named in a recipe, never written there; the sentences do not repeat them."""
+    env, secrets = document.data.get("env"), document.data.get("secrets")
+    names = [name for name in secrets if isinstance(name, str)] if isinstance(secrets, list) else []
+    problems = [
+        f"{document.where(('secrets', index))}: {quote(name)} is named twice in secrets"
+        for index, name in enumerate(names)
+        if name in names[:index]
+    ]
+    for name, value in env.items() if isinstance(env, dict) else ():
+        where = document.where_key(("env", name))
+        if name in names:
+            problems.append(f"{where}: {quote(name)} stands in env and in secrets; keep one of them")
+        elif _SECRET_NAME.search(name) and isinstance(value, str) and len(value) >= _SECRET_LENGTH:
+            problems.append(
+                f"{where}: env.{name} looks like a secret, which a recipe only names; "
+                f'write its name under "secrets" in place of its value'
+            )
+        elif name.startswith("ORCH_"):
+            problems.append(f"{where}: env.{name} cannot be set: names that begin with ORCH_ are orch's own")
+    return problems
