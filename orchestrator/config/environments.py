@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from orchestrator.config.models import ENVIRONMENT_NAME, EnvironmentSpec
-from orchestrator.config.problems import validate
+from orchestrator.config.problems import in_order, validate
 from orchestrator.config.project import Project, list_environments
 from orchestrator.config.words import did_you_mean, listing, quote
 from orchestrator.config.yaml_source import read_yaml, shown
@@ -37,5 +37,5 @@ def load_environment(project: Project, name: str) -> EnvironmentSpec:
     spec, wrong = validate(EnvironmentSpec, document, given=given)
     problems += wrong
     if spec is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError(in_order(problems))
     return spec

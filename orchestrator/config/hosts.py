@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.config.models import HOST_NAME, Host, Place
-from orchestrator.config.problems import validate
+from orchestrator.config.problems import in_order, validate
 from orchestrator.config.project import Project
 from orchestrator.config.words import did_you_mean, listing, quote
 from orchestrator.config.yaml_source import Document, Loc, read_yaml
@@ -43,11 +45,11 @@ def load_hosts(project: Project) -> dict[str, Host]:
         if found is not None:
             hosts[name] = found
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(in_order(problems))
     return {LOCAL: Host(name=LOCAL), **hosts}
 
 
-def resolve_place(hosts: dict[str, Host], name: str, project: Project | None = None) -> Place:
+def resolve_place(hosts: Mapping[str, Host], name: str, project: Project | None = None) -> Place:
     """The place `local`, `pve`, or `pve/200`. With the project given, an error says where it looked."""
     host_name, slash, container = name.partition("/")
     looked = f"; looked in {' and '.join(project.hosts_looked)}" if project else ""
@@ -70,7 +72,7 @@ def resolve_place(hosts: dict[str, Host], name: str, project: Project | None = N
     return Place(host, container)
 
 
-def _place_names(hosts: dict[str, Host]) -> list[str]:
+def _place_names(hosts: Mapping[str, Host]) -> list[str]:
     return [
         place for name, host in hosts.items() for place in (name, *(f"{name}/{c}" for c in host.containers))
     ]
@@ -121,7 +123,7 @@ def _ssh(document: Document, at: Loc, name: str, entry: dict[str, Any], folder: 
         for key in _PATHS:
             if isinstance(ssh.get(key), str) and ssh[key]:
                 # as a shell would take it: from home, else from the folder of the file that says so
-                ssh[key] = str(folder / Path(ssh[key]).expanduser())
+                ssh[key] = str(folder / os.path.expanduser(ssh[key]))  # noqa: PTH111  (unknown ~user is no error)
         entry["ssh"] = ssh
     return []
 

@@ -25,6 +25,7 @@ class Expect:
 
     words: str
     add: str = ""
+    private: bool = False  # a wrong value is not repeated in the sentence
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ VariableName = Annotated[
     str,
     _whole(VARIABLE_NAME),
     Expect("the name of an environment variable (letters, digits and _, no digit first)"),
+]
+
+
+SecretName = Annotated[
+    str,
+    _whole(VARIABLE_NAME),
+    Expect("the name alone of a secret, such as HF_TOKEN, without its value", private=True),
 ]
 
 
@@ -192,7 +200,7 @@ class Recipe(_Model):
     env: Annotated[dict[VariableName, Text], Expect("a mapping of names to text")] = Field(
         default_factory=dict
     )
-    secrets: Annotated[list[VariableName], Expect("a list of names of environment variables")] = Field(
+    secrets: Annotated[list[SecretName], Expect("a list of names of environment variables")] = Field(
         default_factory=list
     )
     metrics: Annotated[bool, Expect("true or false")] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from orchestrator.config.models import Expect, Given
-from orchestrator.config.words import did_you_mean, quote
+from orchestrator.config.words import did_you_mean, nearest, quote
 from orchestrator.config.yaml_source import Document, Loc
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -45,8 +46,12 @@ def validate(
     try:
         found = model.model_validate(_without_empty(model, data) | dict(given))
     except ValidationError as error:
-        for item in error.errors(include_url=False, include_context=False):
-            problems.append(_sentence(model, document, at, item["type"], item["loc"], item["input"]))
+        errors = error.errors(include_url=False, include_context=False)
+        meant = {_meant(model, item["loc"]) for item in errors if item["type"] == "extra_forbidden"}
+        for item in errors:
+            # a mistyped key is one problem, not an unknown key and a missing one
+            if item["type"] != "missing" or item["loc"] not in meant:
+                problems.append(_sentence(model, document, at, item["type"], item["loc"], item["input"]))
         found = None
     return (None if problems else found), [f"{where}: {text}" for where, text in problems]
 
@@ -57,6 +62,16 @@ def dotted(loc: Sequence[str | int]) -> str:
     for part in loc:
         text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
     return text
+
+
+def in_order(problems: Sequence[str]) -> list[str]:
+    """By line, as one walks through the file; what has no line goes first."""
+
+    def line(problem: str) -> int:
+        found = re.match(r"[^:\n]*:(\d+)", problem)
+        return int(found.group(1)) if found else 0
+
+    return sorted(problems, key=line)
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
@@ -86,12 +101,18 @@ def _sentence(
             document.where_key((*at, *loc[:-1])),
             f'the key "{loc[-1]}" is missing{inside}{advice} ({expect.words})',
         )
-    where = document.where((*at, *loc))
-    return where, f"{dotted(loc)} must be {expect.words}, not {_found(value)}"
+    found = "" if expect.private else f", not {_found(value)}"
+    return document.where((*at, *loc)), f"{dotted(loc)} must be {expect.words}{found}"
 
 
 def _found(value: Any) -> str:
     return "an empty list" if value == [] else quote(value)
+
+
+def _meant(model: type[BaseModel], loc: Loc) -> Loc:
+    """The key that an unknown one was most likely meant to be."""
+    owner = _model_at(model, loc[:-1]) or model
+    return (*loc[:-1], nearest(str(loc[-1]), keys_of(owner)) or "")
 
 
 def _unknown(model: type[BaseModel], loc: Loc) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from orchestrator.bundled import bundled_dir
 from orchestrator.config.yaml_source import shown
+from orchestrator.errors import UsageError
 
 HOSTS_FILE = "hosts.yaml"
 
@@ -34,24 +35,28 @@ def user_dir() -> Path:
 
 def find_project(cwd: Path | None = None) -> Project:
     """The project around `cwd`: hosts.yaml and recipes/ are each the nearest upwards."""
-    cwd = Path(cwd or Path.cwd()).absolute()
+    try:
+        cwd = Path(cwd or Path.cwd()).absolute()
+    except OSError as error:
+        raise UsageError("the current directory is not there any more; change to another one") from error
     upwards = [cwd, *cwd.parents]
     hosts = [
         *(folder / HOSTS_FILE for folder in upwards),
         user_dir() / HOSTS_FILE,
         bundled_dir() / HOSTS_FILE,
     ]
-    recipes = [*(folder / "recipes" for folder in upwards if _holds_recipes(folder / "recipes"))][:1]
-    every = [*recipes, user_dir() / "recipes", bundled_dir() / "recipes"]
-    hosts_file = next((path for path in hosts if path.is_file()), hosts[-1])
-    if hosts_file == hosts[-1] and hosts_file not in hosts[:-2]:
+    nearest = next((folder / "recipes" for folder in upwards if _holds_recipes(folder / "recipes")), None)
+    others = [folder / "recipes" for folder in (user_dir(), bundled_dir()) if _is_dir(folder / "recipes")]
+    recipes = tuple(dict.fromkeys([*([nearest] if nearest else []), *others]))
+    hosts_file = next((path for path in hosts if _is_file(path)), hosts[-1])
+    if hosts_file not in hosts[:-1]:
         looked: tuple[str, ...] = (
             f"{HOSTS_FILE} here and in every folder above",
             shown(user_dir() / HOSTS_FILE),
         )
     else:
         looked = (shown(hosts_file),)
-    return Project(cwd, hosts_file, tuple(dict.fromkeys(path for path in every if path.is_dir())), looked)
+    return Project(cwd, hosts_file, recipes, looked)
 
 
 def list_recipes(project: Project) -> dict[str, Path]:
@@ -68,21 +73,39 @@ def list_environments(project: Project) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in project.recipe_dirs:
         envs = folder / "envs"
-        for path in sorted(envs.iterdir()) if envs.is_dir() else []:
-            if (path / "spec.yaml").is_file():
+        for path in _entries(envs) if _is_dir(envs) else []:
+            if _is_file(path / "spec.yaml"):
                 found.setdefault(path.name, path)
     return dict(sorted(found.items()))
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".yaml", ".yml") and path.is_file() and not path.name.startswith("."):
+    for path in _entries(folder):
+        if path.suffix in (".yaml", ".yml") and _is_file(path) and not path.name.startswith("."):
             yield path
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise UsageError(f"{shown(folder)} cannot be read: {error.strerror or error}") from error
+
+
+# os.path in place of pathlib: what may not be looked at counts as not there
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def _is_dir(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def _holds_recipes(folder: Path) -> bool:
     """Whether it is ours: a folder of that name may hold anything (and may not be readable)."""
     try:
-        return folder.is_dir() and ((folder / "envs").is_dir() or any(_files(folder)))
-    except OSError:
+        return _is_dir(folder) and (_is_dir(folder / "envs") or any(_files(folder)))
+    except UsageError:
         return False

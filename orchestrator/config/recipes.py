@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.models import RECIPE_NAME, Place, Recipe
-from orchestrator.config.problems import dotted, validate
+from orchestrator.config.problems import dotted, in_order, validate
 from orchestrator.config.project import Project, list_recipes
 from orchestrator.config.words import did_you_mean, listing, quote
-from orchestrator.config.yaml_source import Document, Loc, dump_yaml, parse_yaml, read_yaml, shown
+from orchestrator.config.yaml_source import Document, Loc, Where, dump_yaml, parse_yaml, read_yaml, shown
 from orchestrator.errors import ConfigError, UsageError
 
 _TYPED = frozenset({"settings"})
-# names that promise a secret; TOKEN alone also names the special tokens of a vocabulary, hence the length
+# names that promise a secret; TOKEN alone also names special tokens of a vocabulary (short, or <|…|>)
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY)\Z", re.I
 )
@@ -74,7 +74,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
             )
             continue
         try:
-            document = parse_yaml(value, lambda line, column, label=label: label, _TYPED, at=loc)  # type: ignore[misc]
+            document = parse_yaml(value, _always(label), _TYPED, at=loc)
             problems += document.problems
             if not value:
                 document.data = ""  # nothing after the "=" is empty text; `null` takes a key back
@@ -82,7 +82,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(in_order(problems))
     return source
 
 
@@ -107,12 +107,12 @@ def check_recipe(source: RecipeSource) -> Recipe:
     recipe, wrong = validate(Recipe, document, given=given)
     problems += wrong
     if recipe is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError(in_order(problems))
     return recipe
 
 
 def parse_recipe(text: str, name: str = "recipe.yaml") -> Recipe:
-    """A recipe from what `dump_recipe` wrote, which holds its own name; `name` is the text's in a sentence."""
+    """A recipe from what `dump_recipe` wrote, its own name in it; `name` is how a sentence calls the text."""
     document = parse_yaml(
         text, lambda line, column: f"{name}:{line}" + (f":{column}" if column else ""), _TYPED
     )
@@ -130,6 +130,10 @@ def recipe_digest(recipe: Recipe, place: Place | str) -> str:
     content = recipe.model_dump() | {"place": place if isinstance(place, str) else place.name}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _always(label: str) -> Where:
+    return lambda line, column: label
 
 
 def _with(source: RecipeSource, loc: Loc, new: Document) -> RecipeSource:
@@ -174,7 +178,7 @@ def _secret_problems(document: Document) -> list[str]:
         where = document.where_key(("env", name))
         if name in names:
             problems.append(f"{where}: {quote(name)} stands in env and in secrets; keep one of them")
-        elif _SECRET_NAME.search(name) and isinstance(value, str) and len(value) >= _SECRET_LENGTH:
+        elif _SECRET_NAME.search(name) and _like_a_secret(value):
             problems.append(
                 f"{where}: env.{name} looks like a secret, which a recipe only names; "
                 f'write its name under "secrets" in place of its value'
@@ -182,3 +186,7 @@ def _secret_problems(document: Document) -> list[str]:
         elif name.startswith("ORCH_"):
             problems.append(f"{where}: env.{name} cannot be set: names that begin with ORCH_ are orch's own")
     return problems
+
+
+def _like_a_secret(value: Any) -> bool:
+    return isinstance(value, str) and len(value) >= _SECRET_LENGTH and not value.startswith("<")

@@ -78,9 +78,11 @@ class Document:
 
 def shown(path: Path) -> str:
     """The path as a user would type it: relative below the current directory, `~` below home."""
-    for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
-        if path.is_relative_to(base):
-            return prefix + path.relative_to(base).as_posix()
+    for base, prefix in ((Path.cwd, ""), (Path.home, "~/")):
+        try:
+            return prefix + path.relative_to(base()).as_posix()
+        except (ValueError, OSError, RuntimeError):
+            continue  # not below it, or there is no such directory
     return str(path)
 
 
@@ -112,7 +114,9 @@ def parse_yaml(text: str, where: Where, typed: Collection[str] = (), at: Loc = (
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        # a bracket or quote that stays open is shown where it opens, not where the file ends
+        opens = "flow" in (error.context or "") or "quoted scalar" in (error.context or "")
+        mark = (error.context_mark if opens else None) or error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         raise ConfigError([f"{where(line, column)}: {_syntax(error, text, line, column)}"]) from error
     except yaml.reader.ReaderError as error:
@@ -148,6 +152,12 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> s
         return 'only one YAML document may stand in the file; remove the line "---"'
     if "mapping values are not allowed here" in problem:
         return 'a ":" is not expected here; quote the text if it belongs to it, or check the indentation'
+    if "quoted scalar" in (error.context or "") and "end of stream" in problem:
+        return "this quote is never closed"
+    if "flow" in (error.context or "") and rest[:1] in ("[", "{"):
+        return f"this {quote(rest[0])} is not closed, or a comma is missing between its values"
+    if "expected <block end>" in problem:
+        return "the indentation does not fit the lines above"
     if "found undefined alias" in problem:
         return "this alias (*name) has no anchor (&name) before it"
     if rest[:1] in ("@", "`", "%") and "cannot start any token" in problem:
@@ -174,10 +184,13 @@ class _Builder:
         if sentence not in self.document.problems:
             self.document.problems.append(sentence)
 
-    def build(self, node: yaml.Node, loc: Loc, key_at: str | None) -> Any:
+    def _bound(self, node: yaml.Node) -> None:
         self._count += 1
         if self._count > _MAX_VALUES:
             raise ConfigError([f"{self._at(node)}: aliases make this more than {_MAX_VALUES} values"])
+
+    def build(self, node: yaml.Node, loc: Loc, key_at: str | None) -> Any:
+        self._bound(node)
         scalar = isinstance(node, yaml.ScalarNode)
         self.document.values[loc] = self._at(node) if scalar or key_at is None else key_at
         if isinstance(node, yaml.ScalarNode):
@@ -209,6 +222,7 @@ class _Builder:
         self, node: yaml.MappingNode, loc: Loc, merging: set[int]
     ) -> dict[str, tuple[yaml.ScalarNode, yaml.Node]]:
         """Keys to nodes; what is written here goes before what is merged, an earlier merge before a later."""
+        self._bound(node)
         own: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
         for key_node, value_node in node.value:
