@@ -1,0 +1,52 @@
+# Runs on the host, as: sh -c THIS orch-host NONCE KIND ID -- COMMAND...
+# Prints what the host knows, each line behind the nonce so that banners and start-up files cannot be taken for it,
+# then becomes COMMAND: the way into the container, or the next script where there is none.
+nonce=$1 kind=$2 id=$3
+shift 4
+LC_ALL=C
+export LC_ALL
+PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin
+bounded() {
+  # Without timeout(1) the client's own bound has to do.
+  if command -v timeout >/dev/null 2>&1; then timeout -k 1 "$@"; else shift; "$@"; fi
+}
+say() { printf '%s host.%s %s\n' "$nonce" "$1" "$2"; }
+# The first line of a file, by the shell itself: no process, nothing where it is missing.
+first() { if [ -r "$2" ]; then IFS= read -r line <"$2" && say "$1" "$line"; fi; }
+{
+  printf '\n'
+  say shell "${0}"
+  first hostname /proc/sys/kernel/hostname
+  first kernel /proc/sys/kernel/osrelease
+  first boot_id /proc/sys/kernel/random/boot_id
+  first uptime /proc/uptime
+  first driver /proc/driver/nvidia/version
+  say time "$(date +%s.%N)"
+  file=
+  case $kind in
+    pct) file=/etc/pve/lxc/$id.conf ;;
+    lxc)
+      path=/var/lib/lxc
+      if [ -r /etc/lxc/lxc.conf ]; then
+        while read -r key equals value; do
+          if [ "$key$equals" = lxc.lxcpath= ]; then path=$value; fi
+        done </etc/lxc/lxc.conf
+      fi
+      file=$path/$id/config
+      ;;
+  esac
+  if [ -n "$file" ] && [ -r "$file" ]; then
+    # The cluster's file system may hang. Sections in brackets are snapshots, not the present state.
+    bounded 3 cat "$file" | while IFS= read -r line || [ -n "$line" ]; do
+      case $line in '['*) break ;; esac
+      say config "$line"
+    done
+  fi
+  if command -v dmesg >/dev/null 2>&1; then
+    bounded 1 dmesg | grep -E 'NVRM: Xid|oom-kill|Out of memory' | tail -n 20 | while IFS= read -r line; do
+      say kernel_log "$line"
+    done
+  fi
+  say done 1
+} 2>/dev/null
+exec "$@"

@@ -1,0 +1,40 @@
+"""The remote programs packed as one zipapp, the same bytes for the same sources."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+from typing import Tuple
+
+MAIN = b"import sys\nfrom remote.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+# Fixed, since a time stamp of the source tree would make another digest of each checkout.
+STAMP = (2000, 1, 1, 0, 0, 0)
+# Needed on the workstation only.
+LEFT_OUT = ("zipapp.py",)
+
+
+@functools.lru_cache(maxsize=1)
+def build() -> Tuple[bytes, str]:
+    """The zipapp and its sha256 in hex."""
+    folder = Path(__file__).parent
+    entries = {"__main__.py": MAIN}
+    for path in sorted(folder.glob("*.py")):
+        if path.name not in LEFT_OUT:
+            entries["remote/" + path.name] = path.read_bytes()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name in sorted(entries):
+            info = zipfile.ZipInfo(name, STAMP)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = 0o644 << 16
+            archive.writestr(info, entries[name], compresslevel=9)
+    data = packed.getvalue()
+    return data, hashlib.sha256(data).hexdigest()
+
+
+def name(digest: str) -> str:
+    """The file name at the place, under `<root>/bin/`."""
+    return "orch-%s.pyz" % digest[:12]
