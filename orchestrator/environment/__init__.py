@@ -1,0 +1,1 @@
+"""Environments: which wheels a place needs, where they come from, and how they are built there."""

@@ -1,0 +1,241 @@
+"""Makes an environment's requirements.lock from its requirements.in, by uv and the user's pip configuration.
+
+The lock is universal: one text for every Python of the spec, on Linux and macOS. It holds hashes and no address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from orchestrator.environment.pip_settings import pip_settings, uv_environment, uv_flags
+from orchestrator.environment.pylock import NamedWheel, read_pylock
+from orchestrator.environment.target import Target, uv_platform
+from orchestrator.environment.torch_cpu import is_cuda_only, name_wheel
+from orchestrator.environment.uv_tool import workstation_uv
+from orchestrator.errors import OrchError, UsageError
+
+_PYTHONS = tuple(f"3.{minor}" for minor in range(10, 15))
+_LINUX = (("x86_64", "2.28"), ("aarch64", "2.28"))
+_TIMEOUT = 600.0  # seconds that one resolution may take
+_LINE = 110
+
+
+def lock(directory: Path) -> str:
+    """The text of the lock that `directory`'s requirements.in and spec.yaml ask for.
+
+    Raises UsageError for what is wrong with those files, OrchError where uv finds no solution.
+    """
+    spec = _spec(directory)
+    given = _requirements(directory / "requirements.in")
+    torch = next((r for r in given if canonicalize_name(r.name) == "torch"), None)
+    settings = pip_settings()
+    environment, flags = uv_environment(settings), uv_flags(settings)
+    pythons = [python for python in _PYTHONS if python in SpecifierSet(spec["python"])]
+    if not pythons:
+        raise UsageError(f"{directory / 'spec.yaml'}: python {spec['python']} fits none of {', '.join(_PYTHONS)}")
+    cpu = torch is not None and spec.get("backend") == "cpu"
+    with tempfile.TemporaryDirectory(prefix="orch-lock-") as folder:
+        work = Path(folder)
+        # A project that needs nothing: uv takes the platforms to resolve for, and the range of Pythons, from it.
+        (work / "pyproject.toml").write_text(
+            f'[project]\nname = "lock"\nversion = "0"\nrequires-python = ">={pythons[0]},<3.{_after(pythons)}"\n'
+            "[tool.uv]\nenvironments = [\"sys_platform == 'linux'\", \"sys_platform == 'darwin'\"]\n"
+        )
+        # `===` takes the index's plain build, whose metadata knows every platform; CPU builds are added below.
+        lines = [str(r) for r in given if not (cpu and r is torch)]
+        if cpu:
+            lines.append(f"torch==={spec['torch']}")
+        (work / "requirements.in").write_text("\n".join(lines) + "\n")
+        # uv's configuration is read from this folder alone.
+        environment.pop("UV_NO_CONFIG", None)
+        excluded: set[str] = set()
+        environment = _sufficient(work, pythons[0], environment, flags)
+        while True:
+            _exclude(work, excluded)
+            text = _compile(work, pythons[0], environment, flags, "requirements")
+            cuda = {name for name in _names(text) if is_cuda_only(name)} if cpu else set()
+            if cuda <= excluded:
+                break
+            excluded |= cuda
+        notes: list[str] = []
+        if cpu:
+            listed = read_pylock(_compile(work, pythons[0], environment, flags, "pylock.toml"))
+            plain = [wheel for wheel in listed if wheel.name == "torch" and "-macosx_" in wheel.filename]
+            builds = _cpu_builds(spec["torch"], pythons, settings)
+            text = _without(text, "torch")
+            for version, marker, wheels in (
+                (spec["torch"], "sys_platform == 'darwin'", plain),
+                (f"{spec['torch']}+cpu", "sys_platform == 'linux'", list(builds.values())),
+            ):
+                text = _insert(text, f"torch=={version} ; {marker}", wheels)
+            notes = _cpu_notes(spec["torch"], pythons, builds)
+    head = [
+        "# Exact versions and file hashes for every platform and Python of spec.yaml. Do not edit: made by",
+        f"#     python -m orchestrator.environment.lock recipes/envs/{directory.resolve().name}",
+        *notes,
+    ]
+    return "\n".join(head) + "\n" + text
+
+
+def _spec(directory: Path) -> dict[str, str]:
+    path = directory / "spec.yaml"
+    try:
+        data = yaml.safe_load(path.read_text())
+        return {key: str(data[key]) for key in ("python", "torch", "backend")}
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not there") from None
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: it must give python, torch and backend ({error})") from None
+
+
+def _requirements(path: Path) -> list[Requirement]:
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not there") from None
+    found, problems = [], []
+    for number, raw in enumerate(lines, 1):
+        line = re.sub(r"(^|\s)#.*$", "", raw).strip()
+        try:
+            if line:
+                found.append(Requirement(line))
+        except InvalidRequirement as error:
+            problems.append(f"{path}:{number}: {str(error).splitlines()[0]}")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return found
+
+
+def _after(pythons: Sequence[str]) -> int:
+    return int(pythons[-1].split(".")[1]) + 1
+
+
+def _compile(work: Path, python: str, environment: Mapping[str, str], flags: Sequence[str], form: str) -> str:
+    argv = [workstation_uv(), "pip", "compile", "--quiet", "--universal", "--no-header", "--no-annotate", *flags]
+    argv += ["--python-version", python, "--excludes", "excluded.txt", "--format"]
+    argv += ["requirements.txt", "--generate-hashes"] if form == "requirements" else [form]
+    try:
+        answer = subprocess.run(
+            [*argv, "requirements.in"],
+            cwd=work,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OrchError(f"uv resolved nothing within {_TIMEOUT:.0f} s") from None
+    if answer.returncode:
+        raise OrchError(f"uv finds no solution: {' '.join(answer.stderr.split())[:2000]}")
+    return answer.stdout
+
+
+def _exclude(work: Path, names: set[str]) -> None:
+    (work / "excluded.txt").write_text("".join(f"{name}\n" for name in sorted(names)))
+
+
+def _sufficient(work: Path, python: str, environment: dict[str, str], flags: Sequence[str]) -> dict[str, str]:
+    """The environment with the fewest of the user's sources that have everything.
+
+    Extra indexes and folders often hold one platform's file of a release, and uv takes a release's files from one
+    source alone: the lock would then lack all other platforms.
+    """
+    extra = ("UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
+    _exclude(work, set())
+    fewer = {name: value for name, value in environment.items() if name not in extra}
+    if fewer == environment:
+        return environment
+    try:
+        _compile(work, python, fewer, flags, "requirements")
+    except OrchError:
+        return environment
+    return fewer
+
+
+def _names(text: str) -> set[str]:
+    return {m.group(1) for line in text.splitlines() if (m := re.match(r"([a-z0-9-]+)==", line))}
+
+
+def _without(text: str, name: str) -> str:
+    """The lock without the entries of one distribution."""
+    kept, drop = [], False
+    for line in text.splitlines():
+        if not line.startswith((" ", "\t")):
+            drop = line.startswith(f"{name}==")
+        if not drop:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+def _insert(text: str, head: str, wheels: Sequence[NamedWheel]) -> str:
+    """The lock with one more entry, in its place by name."""
+    entry = " \\\n".join([head, *(f"    --hash=sha256:{digest}" for digest in sorted({w.sha256 for w in wheels}))])
+    lines = text.splitlines()
+    for index, line in enumerate(lines):
+        if not line.startswith((" ", "\t", "#")) and line > head:
+            return "\n".join([*lines[:index], entry, *lines[index:]]) + "\n"
+    return "\n".join([*lines, entry]) + "\n"
+
+
+def _cpu_builds(
+    version: str, pythons: Sequence[str], settings: Mapping[str, str]
+) -> dict[tuple[str, str], NamedWheel]:
+    """torch's CPU wheels that can be found from here, by Python and machine."""
+    builds: dict[tuple[str, str], NamedWheel] = {}
+    backend = True
+    for python in pythons:
+        for machine, glibc in _LINUX:
+            target = Target(machine, "Linux", ("glibc", glibc), f"{python}.0", "")
+            print(f"torch {version}+cpu for {python}, {uv_platform(target)} …", file=sys.stderr)
+            answer = name_wheel(f"{version}+cpu", target, settings, backend=backend, files_too=True)
+            backend = backend and not answer.unreachable  # what cannot be reached once is not asked again
+            if answer.wheel:
+                builds[python, machine] = answer.wheel
+    return builds
+
+
+def _cpu_notes(version: str, pythons: Sequence[str], builds: Mapping[tuple[str, str], NamedWheel]) -> list[str]:
+    wanted = [(python, machine) for python in pythons for machine, _ in _LINUX]
+    missing = [pair for pair in wanted if pair not in builds]
+    notes = [f"# torch {version}+cpu: hashes of {len(builds)} of {len(wanted)} Linux builds are here"]
+    notes += [f"#     known: {wheel.filename}" for wheel in builds.values()]
+    if missing:
+        lacking: dict[str, list[str]] = {}
+        for python, machine in missing:
+            lacking.setdefault(machine, []).append(python)
+        notes += [f"#     unknown: CPython {', '.join(p)} on {machine}" for machine, p in lacking.items()]
+        notes.append("# No index that could be reached from where this was made has the others. The command above adds")
+        notes.append("# them where one is; until then such a build is taken only by a hash that its index states.")
+    return notes
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m orchestrator.environment.lock DIRECTORY`: writes DIRECTORY/requirements.lock."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.environment.lock", description=__doc__)
+    parser.add_argument("directory", type=Path, help="holds spec.yaml and requirements.in")
+    directory = parser.parse_args(argv).directory
+    try:
+        text = lock(directory)
+    except OrchError as error:
+        print(error.message, file=sys.stderr)
+        return error.exit_code
+    path = directory / "requirements.lock"
+    beside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+    print(f"{path}: {len(_names(text))} distributions")
+    return 0

@@ -1,0 +1,147 @@
+"""torch's CPU builds. The usual index has gigabytes of CUDA for Linux, which a machine without a GPU never needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from packaging.version import Version
+
+from orchestrator.environment.lock import Pin
+from orchestrator.environment.pip_download import NoWheel, WrongHash, download
+from orchestrator.environment.pip_settings import pip_settings, uv_environment, uv_flags
+from orchestrator.environment.progress import Progress
+from orchestrator.environment.pylock import NamedWheel, read_pylock
+from orchestrator.environment.store import Wheel, WheelStore, fits
+from orchestrator.environment.target import Facts, Target, uv_platform
+from orchestrator.environment.uv_tool import workstation_uv
+from orchestrator.errors import OrchError
+
+_TIMEOUT = 90.0  # seconds for uv to name one wheel
+_CUDA_ONLY = re.compile(r"(nvidia|cuda|triton)(-|$)")
+_UNREACHABLE = re.compile(r"error sending request|dns error|Failed to fetch|client error|timed out", re.IGNORECASE)
+
+
+class Backend(Protocol):
+    """The part of an environment's spec that this module reads."""
+
+    @property
+    def backend(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """What uv answered: a wheel, or why there is none."""
+
+    wheel: NamedWheel | None
+    unreachable: bool = False
+
+
+def is_cuda_only(name: str) -> bool:
+    """Whether a distribution is of use to CUDA builds of torch alone."""
+    return _CUDA_ONLY.match(name) is not None
+
+
+def wants_cpu(spec: Backend, facts: Facts) -> bool:
+    """Whether torch's CPU build is wanted: by name, or by `auto` where the place shows no NVIDIA GPU."""
+    return spec.backend == "cpu" or (
+        spec.backend == "auto" and not (facts.container.get("tools") or {}).get("nvidia-smi")
+    )
+
+
+def cpu_pins(wanted: Sequence[Pin], target: Target) -> list[Pin]:
+    """The pins with torch's CPU build for torch, and without what only CUDA needs. On macOS the plain wheel is it."""
+    kept = [pin for pin in wanted if not is_cuda_only(pin.name)]
+    if target.system != "Linux":
+        return kept
+    return [
+        replace(pin, version=f"{pin.version}+cpu", hashes=())
+        if pin.name == "torch" and Version(pin.version).local is None
+        else pin
+        for pin in kept
+    ]
+
+
+def is_cpu_build(pin: Pin) -> bool:
+    """Whether a pin is for a build that the usual index does not have."""
+    return pin.name == "torch" and Version(pin.version).local == "cpu"
+
+
+def fetch_cpu(pin: Pin, target: Target, store: WheelStore, progress: Progress) -> Wheel:
+    """Brings torch's CPU wheel into the store: by the lock's hashes from where pip looks, else by the address and
+    the hash that an index states.
+
+    Raises OrchError where neither works; a CUDA build is never taken in its place.
+    """
+    with store.workspace() as folder:
+        if pin.hashes:
+            line = " ".join([str(pin), *(f"--hash=sha256:{digest}" for digest in pin.hashes)])
+            try:
+                return store.add(download([line], target, folder, progress)[0])
+            except (NoWheel, WrongHash):
+                pass  # the lock knows other platforms' builds, or pip knows no index that has one
+        settings = pip_settings()
+        unreachable = False
+        for backend in (False, True):
+            answer = name_wheel(pin.version, target, settings, backend=backend, files_too=False)
+            if answer.wheel:
+                break
+            unreachable = unreachable or answer.unreachable
+        else:
+            raise OrchError(
+                f"torch {pin.version} for {target} is not to be had: "
+                + ("the index of torch's CPU builds cannot be reached" if unreachable else "no index has it")
+                + ", pip's own settings give no folder or index with it, and a CUDA build is not taken in its place",
+                hint="put the wheel's folder in pip's find-links and its hash in requirements.lock, or use a network",
+            )
+        wheel = answer.wheel
+        if pin.hashes and wheel.sha256 in pin.hashes:
+            stated = False
+        else:
+            stated = True
+        again = folder / "named"
+        again.mkdir()
+        line = f"torch @ {wheel.url.split('#')[0]} --hash=sha256:{wheel.sha256}"
+        return store.add(download([line], target, again, progress)[0], said_by_index=stated)
+
+
+def name_wheel(
+    version: str, target: Target, settings: Mapping[str, str], *, backend: bool, files_too: bool
+) -> Named:
+    """What uv says of torch's wheel for a target: where pip looks, or (`backend`) on the index of CPU builds that uv
+    knows by itself.
+
+    A file in a folder has no index to vouch for its hash: it counts only with `files_too`.
+    """
+    argv = [workstation_uv(), "pip", "compile", "--quiet", "--no-deps", "--no-header", "--format", "pylock.toml"]
+    argv += ["--python-version", ".".join(map(str, target.python_minor)), "--python-platform", uv_platform(target)]
+    argv += ["--only-binary", ":all:", *uv_flags(settings)]
+    if backend:
+        argv += ["--torch-backend", "cpu"]
+    with tempfile.TemporaryDirectory(prefix="orch-torch-") as folder:
+        wanted = Path(folder) / "torch.in"
+        wanted.write_text(f"torch=={version}\n")
+        try:
+            answer = subprocess.run(
+                [*argv, str(wanted)],
+                cwd=folder,
+                env=uv_environment(settings),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Named(None, unreachable=True)
+    if answer.returncode:
+        return Named(None, unreachable=_UNREACHABLE.search(answer.stderr) is not None)
+    for wheel in read_pylock(answer.stdout):
+        if wheel.name == "torch" and fits(wheel.filename, target) and (files_too or not wheel.on_disk):
+            return Named(wheel)
+    return Named(None)
