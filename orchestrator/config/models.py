@@ -222,7 +222,7 @@ class EnvironmentSpec(_Model):
     python: Annotated[
         str,
         AfterValidator(_python_range),
-        Expect("a version or a range of versions, such as >=3.10,<3.14", 'python: ">=3.10,<3.14"'),
+        Expect("a version or a range of versions, such as >=3.10,<3.14", "python: '>=3.10,<3.14'"),
     ]
     torch: Annotated[
         str,

@@ -56,6 +56,15 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML folds these line breaks in its single-quoted style, and then they are read back as spaces
+    style = '"' if any(c in text for c in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar(_TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 @dataclass
 class Document:
     """What a YAML text holds: plain data, and where (`file:line`) each key and each value stands."""
@@ -271,7 +280,8 @@ class _Builder:
                 return int(text.replace("_", ""), 16 if "x" in text else 10)
             number = float(text.replace("_", ""))
         except (ValueError, KeyError):
-            self._problem(node, f"{quote(text)} is not {'a whole number' if kind == 'int' else f'a {kind}'}")
+            wanted = {"int": "not a whole number", "float": "not a number", "bool": "neither true nor false"}
+            self._problem(node, f"{quote(text)} is {wanted[kind]}")
             return text
         if number in (float("inf"), float("-inf")) or number != number:
             self._problem(node, f"{quote(text)} is not a finite number")

@@ -1,0 +1,78 @@
+"""What comes with the package, from a source tree and from an installed wheel."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import bundled
+from orchestrator.config import (
+    dump_recipe,
+    find_project,
+    load_hosts,
+    load_recipe,
+    parse_recipe,
+    resolve_place,
+)
+from orchestrator.errors import OrchError
+
+
+def test_in_a_source_tree() -> None:
+    root = Path(__file__).resolve().parents[2]
+    assert bundled.bundled_dir() == root
+    assert bundled.trainer_dir() == root / "trainer"
+
+
+def test_in_an_installed_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "orchestrator"
+    (package / "_bundled" / "recipes").mkdir(parents=True)
+    (tmp_path / "site-packages" / "trainer").mkdir()
+    monkeypatch.setattr(bundled, "_PACKAGE", package)
+    assert bundled.bundled_dir() == package / "_bundled"
+    assert bundled.trainer_dir() == tmp_path / "site-packages" / "trainer"
+
+
+def test_a_broken_installation_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundled, "_PACKAGE", tmp_path / "orchestrator")
+    with pytest.raises(OrchError, match="install orch again"):
+        bundled.bundled_dir()
+    with pytest.raises(OrchError, match="install orch again"):
+        bundled.trainer_dir()
+
+
+def test_the_bundled_files_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    project = find_project(tmp_path)
+    assert project.recipe_dirs == (bundled.bundled_dir() / "recipes",)
+    hosts = load_hosts(project)
+    assert set(hosts) == {"local"}
+    demo = load_recipe(project, "demo")
+    assert resolve_place(hosts, demo.place).name == "local"
+    assert demo.command is None
+    assert parse_recipe(dump_recipe(demo)) == demo
+
+
+def test_the_commented_host_is_right_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking the comment signs away, as the file says, gives a file that loads."""
+    lines = (bundled.bundled_dir() / "hosts.yaml").read_text().splitlines()
+    start = lines.index("  # pve:")
+    lines[start:] = [line.replace("# ", "", 1) for line in lines[start:]]
+    (tmp_path / "hosts.yaml").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    hosts = load_hosts(find_project())
+    place = resolve_place(hosts, "pve/200")
+    assert place.container is not None
+    assert place.container.kind == "pct"
+    assert hosts["pve"].ssh is not None
+    assert (hosts["pve"].ssh.host, hosts["pve"].ssh.user, hosts["pve"].ssh.port) == ("192.0.2.10", "root", 22)
+
+
+def test_the_configuration_is_light_to_import() -> None:
+    code = (
+        "import sys, orchestrator.config; "
+        "print(*sorted({'torch', 'trainer', 'paramiko', 'fabric', 'rich', 'packaging', 'typer'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
