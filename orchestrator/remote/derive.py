@@ -1,0 +1,92 @@
+"""What phase a run really is in: what its record says, held against the lock, the process, and the boot."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Dict, List, Optional, Tuple
+
+from . import processes
+from .rundir import BEFORE, ENDED, RunDir, State
+
+LOST = "lost"
+
+
+class Standing:
+    """A run at one moment. `state` is None where it cannot be read; `why` is a sentence where `phase` needs
+    one.
+
+    `lock`: "free", "held", or None if unknown. `alive`: for a lost run, its processes that still live.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.state: Optional[State] = None
+        self.lock: Optional[str] = None
+        self.alive: List[Dict[str, Any]] = []
+        self.phase, self.why = self._look()
+
+    def _look(self) -> Tuple[Optional[str], Optional[str]]:
+        for attempt in range(5):
+            self.state, why = self.run.state()
+            if self.state is None:
+                return None, why
+            phase = str(self.state.get("phase"))
+            if phase in ENDED:
+                return phase, None
+            held = self.run.lock_held()
+            self.lock = None if held is None else "held" if held else "free"
+            if held:
+                return self._before(phase) if not self.state.get("runner") else (phase, None)
+            if held is None:
+                return phase, "whether anyone keeps this run could not be told"
+            if not self.state.get("runner"):
+                return self._before(phase)
+            # between reading the state and trying the lock the runner may have written its last and gone
+            if attempt < 4 and (
+                self.run.state()[0] != self.state or processes.is_alive(self.state["runner"])
+            ):
+                time.sleep(0.05)
+                continue
+            break
+        assert self.state is not None
+        return self._gone(self.state)
+
+    def _before(self, phase: str) -> Tuple[str, Optional[str]]:
+        """Nothing runs yet: a launcher is at work, or was."""
+        asked = self.run.stop_request()
+        if asked is not None:
+            return "stopped", "stopped by %s before it began" % (asked.get("by") or "someone")
+        if self.lock == "free" and phase in BEFORE:
+            return phase, "its launcher is gone; launching again goes on with it"
+        return phase, None
+
+    def _gone(self, state: State) -> Tuple[str, str]:
+        """The record names a runner, and none holds the lock."""
+        ended = state.get("exit")
+        if ended:
+            why = "its runner ended right after recording: %s" % ended.get("reason")
+            if self.run.stop_request() is not None:
+                return "stopped", why
+            return ("finished" if ended.get("code") == 0 else "failed"), why
+        runner = state["runner"]
+        who = "its runner (pid %s)" % runner.get("pid")
+        now = processes.identity(1)
+        if runner.get("boot_id") and now["boot_id"] and runner["boot_id"] != now["boot_id"]:
+            return LOST, "the machine was restarted, %s went with it" % who
+        if runner.get("init_ticks") and now["start_ticks"] and runner["init_ticks"] != now["start_ticks"]:
+            return LOST, "the container was restarted, %s went with it" % who
+        self.alive = processes.describe(processes.of_run(self.run.run, self.run.real))
+        left = len(self.alive)
+        rest = ", and so is all of the run" if not left else "; %d of the run's processes still live" % left
+        return LOST, "%s is gone without an exit record%s" % (who, rest)
+
+    def report(self) -> Dict[str, Any]:
+        """`{"run", "state", "phase", "why", "lock", "alive"}`."""
+        return {
+            "run": self.run.run,
+            "state": self.state,
+            "phase": self.phase,
+            "why": self.why,
+            "lock": self.lock,
+            "alive": self.alive,
+        }

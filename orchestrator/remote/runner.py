@@ -1,0 +1,396 @@
+"""The program in a run's pane: starts the trainer, watches it, and records how it ended.
+
+It holds the run's lock for its life, is the only writer of the state, and outlives the client, its terminal,
+and a full disk. The trainer writes console.log by itself, so that not even the runner's death costs a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from typing import Any, Callable, Dict, List, Optional
+
+from . import processes, spawn
+from .cgroup import MemoryGroup
+from .echo import Echo
+from .metrics import Follower
+from .recorder import Recorder
+from .rundir import RunDir, State, read_json
+from .sampler import Sampler
+
+LOCK_PATIENCE = 30.0
+LEFTOVER_GRACE = 5.0
+TICK = 0.1
+_ORDER = {"starting": 0, "compiling": 1, "training": 2}
+
+
+class Runner:
+    """One run from the takeover to its record. `main` returns the status to exit with."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.launch: Dict[str, Any] = {}
+        self.echo = Echo(run.console)
+        self.metrics = Follower(run.file("metrics.jsonl"))
+        self.sampler = Sampler(0.0)
+        self.memory = MemoryGroup()
+        self.records = Recorder(run, {}, self.echo.say)
+        self.trainer: Any = None  # Popen
+        self.returncode: Optional[int] = None
+        self.stopping = False
+        self.terminated = False  # SIGTERM came
+        self._deadline = 0.0
+        self._next_look = 0.0
+        self._gpu_error: Optional[str] = None
+        self._pane_gone = False
+        self._errors: List[str] = []
+        self._wake, self._waker = os.pipe()
+
+    def main(self) -> int:
+        """Take the run over, if nobody has; see it to its end."""
+        self._signals()
+        lock = self.run.try_lock(LOCK_PATIENCE)
+        if lock is None:
+            self.echo.say("%s is kept by another runner" % self.run.run)
+            return 0
+        state, why = self.run.state()
+        if state is None or state.get("phase") != "starting" or state.get("runner"):
+            self.echo.say(
+                "%s is not to be started (%s)"
+                % (self.run.run, why or "phase %s" % (state or {}).get("phase"))
+            )
+            return 0
+        if not self._take_over(state):
+            return 1
+        if self.run.stop_request() is not None:
+            self._secrets()
+            return self._end(
+                "stopped",
+                {
+                    "code": None,
+                    "signal": None,
+                    "at": time.time(),
+                    "oom_kills": None,
+                    "reason": "stopped before it began",
+                },
+            )
+        if not self._start():
+            return 127
+        self._watch()
+        return self._finish()
+
+    # ---- beginning --------------------------------------------------------------------------
+
+    def _signals(self) -> None:
+        # a pane that is closed hangs up, and keys pressed in it by someone who only looks must end nothing
+        for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTOU", "SIGTTIN", "SIGPIPE"):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        os.set_blocking(self._waker, False)
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_term)
+        processes.become_subreaper()
+        spawn.set_oom_score(spawn.RUNNER_OOM_SCORE)
+
+    def _on_term(self, *_: Any) -> None:
+        self.terminated = True
+        self._next_look = 0.0
+
+    def _take_over(self, state: State) -> bool:
+        """Record who keeps the run now, before anything is started: nobody else will then."""
+        state["runner"] = processes.identity(os.getpid())
+        self.records = Recorder(self.run, state, self.echo.say)
+        end = time.monotonic() + 10
+        while not self.records.step(force=True):
+            if time.monotonic() >= end:
+                self.echo.say(
+                    "nothing is started: the run's state cannot be written (%s)" % self.records.failing
+                )
+                return False
+            time.sleep(0.5)
+        launch, why = read_json(self.run.file("launch.json"))
+        self.launch = launch or {}
+        if launch is None:
+            self.records.event("launch_unreadable", why=why)
+        self.sampler = Sampler(_number(self.launch.get("sample_seconds"), 5.0))
+        return True
+
+    def _secrets(self) -> Dict[str, str]:
+        """Read and removed before anything could see them in the file."""
+        path = self.run.file("secrets.json")
+        secrets, _ = read_json(path)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            self.records.event("secrets_not_removed", why=e.strerror)
+        return {str(k): str(v) for k, v in (secrets or {}).items()}
+
+    def _start(self) -> bool:
+        self.kills_before, self.kills_unknown = self.memory.oom_kills()
+        try:
+            self.trainer = spawn.trainer(self.launch, self.run, self._secrets())
+        except (OSError, ValueError) as e:
+            where = getattr(e, "filename", None)
+            reason = "could not be started: %s%s" % (
+                getattr(e, "strerror", None) or e,
+                ": %s" % where if where else "",
+            )
+            self._end(
+                "failed",
+                {"code": None, "signal": None, "at": time.time(), "oom_kills": None, "reason": reason},
+            )
+            return False
+        found = processes.stat(self.trainer.pid)
+        self.records.set(
+            trainer={"pid": self.trainer.pid, "start_ticks": found.start_ticks if found else None},
+            started=time.time(),
+        )
+        self.records.event("started", pid=self.trainer.pid, argv=self.launch.get("argv"))
+        self.records.urgent()
+        if self.launch.get("metrics") is False:
+            self.records.phase("training")
+        self.echo.say("%s started, pid %d" % (self.run.run, self.trainer.pid))
+        return True
+
+    # ---- while it runs ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while self.returncode is None and not self.stopping:
+            self._sleep(TICK)
+            self._tick()
+            if self.returncode is None:
+                self._guard(self._look_for_stop)
+        if self.stopping:
+            self._say_leftovers(self._end_processes())
+        while self.returncode is None:  # in an uninterruptible state: it goes when the kernel lets it
+            self._sleep(TICK)
+            self._tick()
+
+    def _tick(self) -> None:
+        for step in (self._reap, self._show, self._progress, self._sample, self._record):
+            self._guard(step)
+
+    def _guard(self, step: Callable[[], Any]) -> None:
+        """A fault of the runner's own must not cost the trainer its record."""
+        try:
+            step()
+        except Exception as e:
+            text = "%s: %s: %s" % (getattr(step, "__name__", "step"), type(e).__name__, e)
+            if text not in self._errors and len(self._errors) < 20:
+                self._errors.append(text)
+                self.records.event("runner_error", error=text, trace=traceback.format_exc()[-2000:])
+
+    def _record(self) -> None:
+        self.records.step()
+
+    def _sleep(self, seconds: float) -> None:
+        select.select([self._wake], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 512):
+                pass
+
+    def _reap(self) -> None:
+        """Collect the trainer's status, and whatever orphans came to this process."""
+        if self.returncode is None and self.trainer is not None:
+            self.returncode = self.trainer.poll()
+        if not hasattr(os, "waitid"):
+            return
+        mine = self.sampler.pids()  # asking after their pids collects the ended ones
+        while True:
+            try:
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if info is None or info.si_pid in mine:
+                return
+            if self.trainer is not None and info.si_pid == self.trainer.pid:
+                self.returncode = self.trainer.poll()
+            else:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(info.si_pid, os.WNOHANG)
+
+    def _show(self) -> None:
+        for _ in range(8):
+            if not self.echo.step():
+                break
+        if self.echo.gone and not self._pane_gone:
+            self._pane_gone = True
+            self.records.event("pane_lost")
+
+    def _progress(self) -> None:
+        if not self.metrics.step():
+            return
+        summary = self.metrics.summary
+        rate = summary.tokens_per_second()
+        fields: Dict[str, Any] = {"tokens_per_second": None if rate is None else round(rate, 1)}
+        if summary.step is not None and summary.step != self.records.state.get("step"):
+            fields.update(step=summary.step, step_at=time.time())
+        if summary.eval is not None:
+            fields["eval"] = summary.eval
+        self.records.set(**fields)
+        phase = "training" if summary.step is not None else summary.phase
+        if (
+            not self.stopping
+            and phase in _ORDER
+            and _ORDER[phase] > _ORDER.get(self.records.state["phase"], 9)
+        ):
+            self.records.phase(phase)
+        self._health(summary.step, rate)
+
+    def _health(self, step: Optional[int], rate: Optional[float]) -> None:
+        mark = self.launch.get("health") or {}
+        wanted_step, wanted_rate = mark.get("step"), mark.get("tokens_per_second")
+        if self.records.state.get("health") or (wanted_step is None and wanted_rate is None):
+            return
+        if wanted_step is not None and (step is None or step < wanted_step):
+            return
+        if wanted_rate is not None and rate is None:
+            return
+        fast = None if wanted_rate is None or rate is None else rate >= wanted_rate
+        if wanted_step is None and not fast:
+            return
+        reached = {"at": time.time(), "step": step, "tokens_per_second": rate, "fast_enough": fast}
+        self.records.set(health=reached)
+        self.records.event("health_mark", **{k: v for k, v in reached.items() if k != "at"})
+        self.records.urgent()
+
+    def _sample(self) -> None:
+        line = self.sampler.step()
+        if line is None:
+            return
+        self.records.append("gpu.jsonl", line)
+        error = line.get("error")
+        if error != self._gpu_error:
+            self._gpu_error = error
+            self.records.event("gpu_reading", ok=error is None, why=error)
+
+    # ---- stopping ---------------------------------------------------------------------------
+
+    def _look_for_stop(self) -> None:
+        """SIGTERM only makes it quicker: the wish is in stop.json, or a SIGTERM without one means a
+        shutdown."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + 1.0
+        asked = self.run.stop_request()
+        if asked is None and not self.terminated:
+            return
+        grace = _number((asked or {}).get("grace"), _number(self.launch.get("stop_grace"), 30.0))
+        if (asked or {}).get("kill"):
+            grace = 0.0
+        deadline = now + grace
+        if self.stopping:
+            # a later wish may only be a more urgent one
+            if asked is not None and asked != self.records.state.get("stop"):
+                self.records.set(stop=asked)
+                self._deadline = min(self._deadline, deadline)
+            return
+        self.stopping, self._deadline = True, deadline
+        if asked is not None:
+            self.records.set(stop=asked)
+        self.records.event("stopping", by=(asked or {}).get("by"), grace=grace)
+        self.records.urgent()
+        self.echo.say("stopping, %g s of grace" % grace)
+
+    def _find(self) -> List[processes.Stat]:
+        spare = self.sampler.pids() + [
+            int(pid) for pid in (self.records.state.get("stop") or {}).get("spare") or []
+        ]
+        return processes.of_run(self.run.run, self.run.path, roots=[os.getpid()], spare=spare)
+
+    def _end_processes(self) -> List[processes.Stat]:
+        """SIGTERM to all of the run, SIGKILL at the deadline; returns what even that did not end."""
+
+        def tick() -> None:
+            self._tick()
+            self._guard(self._look_for_stop)
+
+        if not os.path.isdir(processes.PROC):
+            self._end_group(tick)
+            return []
+        return processes.end_all(self._find, lambda: self._deadline, tick=tick)[1]
+
+    def _end_group(self, tick: Callable[[], None]) -> None:
+        """Where there is no /proc: the trainer's process group."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.trainer.pid, signal.SIGTERM)
+        while self.returncode is None and time.monotonic() < self._deadline:
+            tick()
+            self._sleep(TICK)
+        with contextlib.suppress(OSError):
+            os.killpg(self.trainer.pid, signal.SIGKILL)
+
+    def _say_leftovers(self, left: List[processes.Stat]) -> None:
+        if left:
+            self.records.event("leftovers_remain", processes=processes.describe(left))
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def _finish(self) -> int:
+        record = self._exit_record()
+        # at once: should this process end while it ends leftovers, how the trainer ended is known
+        self.records.set(exit=record)
+        self.records.step(force=True)
+        if not self.stopping and os.path.isdir(processes.PROC):
+            self._deadline = time.monotonic() + LEFTOVER_GRACE
+            ended, left = processes.end_all(self._find, lambda: self._deadline, tick=self._tick)
+            if ended:
+                self.records.event("leftovers_ended", processes=processes.describe(ended))
+            self._say_leftovers(left)
+        self._guard(self._progress)
+        if self.stopping and self.records.state.get("stop"):
+            phase = "stopped"
+        elif self.stopping:
+            phase = "failed"
+            record["reason"] += (
+                "; the runner was told to end without a request to stop, as when a machine shuts down"
+            )
+        else:
+            phase = "finished" if self.returncode == 0 else "failed"
+        return self._end(phase, record)
+
+    def _exit_record(self) -> Dict[str, Any]:
+        after, unknown = self.memory.oom_kills()
+        kills = None
+        if after is not None and self.kills_before is not None:
+            kills = max(0, after - self.kills_before)
+        return spawn.exit_record(self.returncode, kills, unknown or self.kills_unknown, time.time())
+
+    def _end(self, phase: str, record: Dict[str, Any]) -> int:
+        self.records.set(exit=record)
+        self.records.phase(phase)
+        self.records.event("ended", phase=phase, **record)
+        self.records.finish(self._show)
+        self.echo.drain()
+        self.echo.say("%s: %s" % (phase, record["reason"]))
+        self.echo.close()
+        if record["signal"] is not None:
+            return 128 + int(record["signal"])
+        return 1 if record["code"] is None else int(record["code"])
+
+
+def _number(value: Any, otherwise: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return otherwise
+    return max(0.0, float(value))
+
+
+def main(argv: List[str]) -> int:
+    """`runner RUN_DIRECTORY`: exits as the trainer did, 128 + n for signal n."""
+    if len(argv) != 1 or not os.path.isdir(argv[0]):
+        sys.stderr.write("usage: runner RUN_DIRECTORY\n")
+        return 2
+    return Runner(RunDir(os.path.realpath(argv[0]))).main()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

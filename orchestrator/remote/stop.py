@@ -1,0 +1,208 @@
+"""Stopping a run: by its runner while that lives, else by this very process; and runs that have not begun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import Any, Dict, List, Optional
+
+from . import processes, tmux
+from .derive import Standing
+from .frames import OpError
+from .rundir import BEFORE, ENDED, RunDir, State, find, read_json, write_json
+
+GRACE = 30.0
+BEYOND = 10.0  # seconds that a runner gets on top of the grace
+TAKEOVER = 3.0  # seconds between a launcher's letting go and the runner's record
+
+
+def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
+    """`{run, by, grace, kill}` -> `{"run", "state", "phase", "already", "left"}`; events `{"stopping":
+    sentence}`.
+
+    `grace`: seconds between SIGTERM and SIGKILL, by default the recipe's; `kill`: at once. `already`: it had
+    ended before. `left`: processes that could not be ended. OpError: not_found, or failed where something
+    still lives.
+    """
+    run = find(call.root, args.get("run"))
+    standing = Standing(run)
+    if standing.state is None:
+        raise OpError("failed", "the state of %s cannot be read: %s" % (run.run, standing.why))
+    if standing.state.get("phase") in ENDED:
+        left = _end_processes(run, standing.state, 0.0, call)
+        tmux.kill(run.run)
+        return _answer(run, already=True, left=left)
+    asked = _ask(run, args)
+    grace = asked["grace"]
+    end = time.monotonic() + TAKEOVER
+    while True:
+        fd = call.keep.pop("lock:" + run.run, None)  # claimed over this very channel
+        if fd is None:
+            fd = run.try_lock(0.3)
+        if fd is not None:
+            try:
+                return _without_runner(run, asked, call)
+            finally:
+                os.close(fd)
+        state = run.state()[0] or standing.state
+        if state.get("runner"):
+            break
+        if time.monotonic() >= end:
+            # a launcher holds the lock: `start` will find the request and refuse
+            return {"run": run.run, "state": state, "phase": "stopped", "already": False, "left": []}
+        time.sleep(0.1)
+    if _by_runner(run, state, grace, call):
+        tmux.kill(run.run)
+        return _answer(run, already=False, left=[])
+    return _over_the_runner(run, state, asked, call)
+
+
+def mark_stopped(
+    run: RunDir, state: State, asked: Dict[str, Any], reason: str = "stopped before it began"
+) -> None:
+    """Record the end of a run that nobody keeps; with its lock held."""
+    state["phase"] = "stopped"
+    state["stop"] = asked
+    if not state.get("exit"):
+        state["exit"] = {"code": None, "signal": None, "at": time.time(), "oom_kills": None, "reason": reason}
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(run.file("secrets.json"))
+    run.write_state(state)
+    with contextlib.suppress(OSError):
+        run.event("ended", phase="stopped", **state["exit"])
+
+
+def _ask(run: RunDir, args: Dict[str, Any]) -> Dict[str, Any]:
+    """Write the request: the runner, a launcher, or a later `start` finds it."""
+    grace = args.get("grace")
+    if not isinstance(grace, (int, float)) or isinstance(grace, bool) or grace < 0:
+        launch, _ = read_json(run.file("launch.json"))
+        grace = (launch or {}).get("stop_grace")
+        grace = float(grace) if isinstance(grace, (int, float)) else GRACE
+    kill = bool(args.get("kill"))
+    state = run.state()[0] or {}
+    ends = [who["pid"] for who in (state.get("runner"), state.get("trainer")) if who]
+    # this program may itself have been called from within the run: it and what called it are not to be ended
+    spare = [os.getpid(), *processes.ancestors(os.getpid(), until=ends)] if _within(run) else []
+    asked = {"by": args.get("by"), "at": time.time(), "grace": 0.0 if kill else float(grace), "kill": kill}
+    asked["spare"] = spare
+    write_json(run.file("stop.json"), asked)
+    with contextlib.suppress(OSError):
+        run.event("stop_requested", by=asked["by"], grace=asked["grace"], kill=kill)
+    return asked
+
+
+def _within(run: RunDir) -> bool:
+    return os.environ.get("ORCH_RUN_ID") == run.run
+
+
+def _by_runner(run: RunDir, state: State, grace: float, call: Any) -> bool:
+    """Have the living runner do it; whether it did within the grace and BEYOND."""
+    runner = state["runner"]
+    processes.send(runner, signal.SIGTERM)
+    processes.send(runner, signal.SIGCONT)
+    begin = time.monotonic()
+    told = 0.0
+    call.event({"stopping": "asked %s to end, %g s of grace" % (run.run, grace)})
+    while time.monotonic() < begin + grace + BEYOND:
+        time.sleep(0.05)
+        latest, _ = run.state()
+        if latest is not None and latest.get("phase") in ENDED:
+            _wait_gone(runner, 2.0)
+            return True
+        if processes.is_alive(runner) is False:
+            return False
+        if time.monotonic() - begin > told + 5:
+            told = time.monotonic() - begin
+            call.event({"stopping": "still ending, %d s" % told})
+    return False
+
+
+def _over_the_runner(run: RunDir, state: State, asked: Dict[str, Any], call: Any) -> Dict[str, Any]:
+    """The runner did not manage: end it, then do its work."""
+    runner = state["runner"]
+    if processes.is_alive(runner):
+        call.event({"stopping": "the runner of %s does not answer and is ended" % run.run})
+        processes.send(runner, signal.SIGKILL)
+        _wait_gone(runner, 3.0)
+    fd = run.try_lock(3.0)
+    if fd is None:
+        raise OpError("failed", "%s: its runner (pid %s) cannot be ended" % (run.run, runner.get("pid")))
+    try:
+        return _without_runner(run, dict(asked, grace=min(asked["grace"], 2.0)), call)
+    finally:
+        os.close(fd)
+
+
+def _without_runner(run: RunDir, asked: Dict[str, Any], call: Any) -> Dict[str, Any]:
+    """With the lock held: nobody else keeps this run."""
+    state, why = run.state()
+    if state is None:
+        raise OpError("failed", "the state of %s cannot be read: %s" % (run.run, why))
+    if state.get("phase") in ENDED:  # its runner recorded the end just before
+        tmux.kill(run.run)
+        return _answer(run, already=True, left=[])
+    begun = bool(state.get("runner"))
+    if begun:
+        call.event({"stopping": "%s has no runner; ending its processes" % run.run})
+    else:
+        _end_waiting_runner(run)
+    left = _end_processes(run, state, asked["grace"], call)
+    if left:
+        names = ", ".join("%s (pid %s, state %s)" % (p["name"], p["pid"], p["state"]) for p in left)
+        raise OpError("failed", "%s: could not be ended: %s" % (run.run, names))
+    reason = (
+        "its runner was gone; its processes were ended" if begun or state.get("phase") not in BEFORE else None
+    )
+    mark_stopped(run, state, asked, reason or "stopped before it began")
+    tmux.kill(run.run)
+    return _answer(run, already=False, left=[])
+
+
+def _end_waiting_runner(run: RunDir) -> None:
+    """One that a broken-off launch left waiting for the lock, which is held here."""
+    pid = tmux.pane(run.run)["pane_pid"]
+    found = processes.stat(pid) if isinstance(pid, int) else None
+    tmux.kill(run.run)
+    if found is not None:
+        processes.kill_each([found], signal.SIGKILL)
+
+
+def _end_processes(run: RunDir, state: State, grace: float, call: Any) -> List[Dict[str, Any]]:
+    """End what is left of the run; returns what could not be ended."""
+    trainer: Optional[Dict[str, Any]] = state.get("trainer")
+    runner = state.get("runner") or {}
+    if trainer is not None:
+        trainer = dict(trainer, boot_id=runner.get("boot_id"))
+    spare = [os.getpid()]
+    if _within(run):
+        spare += processes.ancestors(os.getpid(), until=[trainer["pid"]] if trainer else [])
+
+    def find() -> List[processes.Stat]:
+        roots = [trainer["pid"]] if trainer is not None and processes.is_alive(trainer) else []
+        found = processes.of_run(run.run, run.real, roots=roots, spare=spare)
+        for pid in roots:
+            one = processes.stat(pid)
+            if one is not None:
+                found.append(one)
+        return found
+
+    deadline = time.monotonic() + grace
+    ended, left = processes.end_all(find, lambda: deadline)
+    if ended:
+        with contextlib.suppress(OSError):
+            run.event("leftovers_ended", processes=processes.describe(ended))
+    return processes.describe(left)
+
+
+def _wait_gone(who: Dict[str, Any], patience: float) -> None:
+    end = time.monotonic() + patience
+    while processes.is_alive(who) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _answer(run: RunDir, already: bool, left: List[Dict[str, Any]]) -> Dict[str, Any]:
+    state = run.state()[0] or {}
+    return {"run": run.run, "state": state, "phase": state.get("phase"), "already": already, "left": left}
