@@ -1,10 +1,12 @@
 """What comes with the package, from a source tree and from an installed wheel."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from orchestrator import bundled
 from orchestrator.config import (
@@ -67,6 +69,34 @@ def test_the_commented_host_is_right_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert place.container.kind == "pct"
     assert hosts["pve"].ssh is not None
     assert (hosts["pve"].ssh.host, hosts["pve"].ssh.user, hosts["pve"].ssh.port) == ("192.0.2.10", "root", 22)
+
+
+@pytest.mark.parametrize(
+    ("page", "models"),
+    [("recipes.md", (Recipe, Health, EnvironmentSpec)), ("hosts.md", (Host, Ssh, Container))],
+)
+def test_the_documentation_has_every_key(page: str, models: tuple[type[BaseModel], ...]) -> None:
+    text = (bundled.bundled_dir() / "docs" / page).read_text()
+    rows = {key for line in text.splitlines() for key in re.findall(r"^\| `(?:health\.)?(\w+)` \|", line)}
+    keys = {key for model in models for key in keys_of(model)} - {"health"}
+    assert rows == keys
+
+
+def test_the_documented_examples_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = bundled.bundled_dir() / "docs"
+    [hosts] = re.findall(r"```yaml\n(.*?)```", (docs / "hosts.md").read_text(), re.S)
+    [recipe] = re.findall(r"```yaml\n(.*?)```", (docs / "recipes.md").read_text(), re.S)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "hosts.yaml").write_text(hosts)
+    (tmp_path / "recipes" / "big.yaml").write_text(recipe)
+    project = find_project(tmp_path)
+    loaded = load_recipe(project, "big")
+    assert resolve_place(load_hosts(project), loaded.place).name == "pve/200"
+    assert (loaded.env, loaded.secrets, loaded.settings) == (
+        {"OMP_NUM_THREADS": "8"},
+        ["HF_TOKEN"],
+        {"steps": 2000},
+    )
 
 
 def test_the_configuration_is_light_to_import() -> None:
