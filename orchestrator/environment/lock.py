@@ -55,7 +55,9 @@ def pins(lock_text: str, target: Target, *, where: str = "requirements.lock") ->
     if not problems and not found:
         problems.append(f"{where}: nothing is pinned for {target}")
     if problems:
-        raise ConfigError(problems, hint="make the lock anew: python -m orchestrator.environment.lock DIRECTORY")
+        raise ConfigError(
+            problems, hint="make the lock anew: python -m orchestrator.environment.lock DIRECTORY"
+        )
     if "torch" in found and target.libc and target.libc[0] == "musl":
         raise OrchError(
             f"torch has no wheels for musl, and the place is {target}: use a container with glibc, such as Debian's"

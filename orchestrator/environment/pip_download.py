@@ -28,13 +28,18 @@ _NETWORK = re.compile(
     r"|Failed to connect|timed out|Connection (?:failed|aborted)"
 )
 _REASONS = (
-    (re.compile(r"NameResolutionError|Failed to resolve|name resolution|Name or service not known"), "its name does not resolve"),
+    (
+        re.compile(r"NameResolutionError|Failed to resolve|name resolution|Name or service not known"),
+        "its name does not resolve",
+    ),
     (re.compile(r"ProxyError"), "the proxy does not answer"),
     (re.compile(r"refused"), "the connection is refused"),
     (re.compile(r"imed out|TimeoutError"), "no answer in time"),
 )
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed|SSLError|SSL verification")
-_MISMATCH = re.compile(r"^\s+(\S+==\S+)(?: from (\S+))?[^\n]*:\n\s+Expected sha256[\s\S]*?Got\s+([0-9a-f]{64})", re.MULTILINE)
+_MISMATCH = re.compile(
+    r"^\s+(\S+==\S+)(?: from (\S+))?[^\n]*:\n\s+Expected sha256[\s\S]*?Got\s+([0-9a-f]{64})", re.MULTILINE
+)
 _MISSING = re.compile(r"No matching distribution found for ([^\s(;]+)|The user requested (\S+==\S+)")
 _CREDENTIALS = re.compile(r"(://)[^/@\s]+@")
 
@@ -153,11 +158,15 @@ def explain(output: str, target: Target, files: int) -> OrchError:
             f"{wrong.group(1)}: it is not the file that was locked, and nothing of it is used"
         )
     if "No space left on device" in output:
-        return OrchError("the disk of this machine's wheel store is full", hint="ORCH_CACHE_DIR names another folder")
+        return OrchError(
+            "the disk of this machine's wheel store is full", hint="ORCH_CACHE_DIR names another folder"
+        )
     missing = _MISSING.search(output)
     what = (missing.group(1) or missing.group(2)) if missing else ""
     if _CERTIFICATE.search(output):
-        return Offline("the package index's certificate is not trusted: pip's `cert` setting names a bundle that is")
+        return Offline(
+            "the package index's certificate is not trusted: pip's `cert` setting names a bundle that is"
+        )
     if _NETWORK.search(output):
         reason = next((text for pattern, text in _REASONS if pattern.search(output)), "the connection fails")
         count = "1 wheel is" if files == 1 else f"{files} wheels are"

@@ -44,7 +44,9 @@ def lock(directory: Path) -> str:
     environment, flags = uv_environment(settings), uv_flags(settings)
     pythons = [python for python in _PYTHONS if python in SpecifierSet(spec["python"])]
     if not pythons:
-        raise UsageError(f"{directory / 'spec.yaml'}: python {spec['python']} fits none of {', '.join(_PYTHONS)}")
+        raise UsageError(
+            f"{directory / 'spec.yaml'}: python {spec['python']} fits none of {', '.join(_PYTHONS)}"
+        )
     cpu = torch is not None and spec.get("backend") == "cpu"
     with tempfile.TemporaryDirectory(prefix="orch-lock-") as folder:
         work = Path(folder)
@@ -123,7 +125,16 @@ def _after(pythons: Sequence[str]) -> int:
 
 
 def _compile(work: Path, python: str, environment: Mapping[str, str], flags: Sequence[str], form: str) -> str:
-    argv = [workstation_uv(), "pip", "compile", "--quiet", "--universal", "--no-header", "--no-annotate", *flags]
+    argv = [
+        workstation_uv(),
+        "pip",
+        "compile",
+        "--quiet",
+        "--universal",
+        "--no-header",
+        "--no-annotate",
+        *flags,
+    ]
     argv += ["--python-version", python, "--excludes", "excluded.txt", "--format"]
     argv += ["requirements.txt", "--generate-hashes"] if form == "requirements" else [form]
     try:
@@ -183,7 +194,9 @@ def _without(text: str, name: str) -> str:
 
 def _insert(text: str, head: str, wheels: Sequence[NamedWheel]) -> str:
     """The lock with one more entry, in its place by name."""
-    entry = " \\\n".join([head, *(f"    --hash=sha256:{digest}" for digest in sorted({w.sha256 for w in wheels}))])
+    entry = " \\\n".join(
+        [head, *(f"    --hash=sha256:{digest}" for digest in sorted({w.sha256 for w in wheels}))]
+    )
     lines = text.splitlines()
     for index, line in enumerate(lines):
         if not line.startswith((" ", "\t", "#")) and line > head:
@@ -208,7 +221,9 @@ def _cpu_builds(
     return builds
 
 
-def _cpu_notes(version: str, pythons: Sequence[str], builds: Mapping[tuple[str, str], NamedWheel]) -> list[str]:
+def _cpu_notes(
+    version: str, pythons: Sequence[str], builds: Mapping[tuple[str, str], NamedWheel]
+) -> list[str]:
     wanted = [(python, machine) for python in pythons for machine, _ in _LINUX]
     missing = [pair for pair in wanted if pair not in builds]
     notes = [f"# torch {version}+cpu: hashes of {len(builds)} of {len(wanted)} Linux builds are here"]
@@ -218,8 +233,12 @@ def _cpu_notes(version: str, pythons: Sequence[str], builds: Mapping[tuple[str, 
         for python, machine in missing:
             lacking.setdefault(machine, []).append(python)
         notes += [f"#     unknown: CPython {', '.join(p)} on {machine}" for machine, p in lacking.items()]
-        notes.append("# No index that could be reached from where this was made has the others. The command above adds")
-        notes.append("# them where one is; until then such a build is taken only by a hash that its index states.")
+        notes.append(
+            "# No index that could be reached from where this was made has the others. The command above adds"
+        )
+        notes.append(
+            "# them where one is; until then such a build is taken only by a hash that its index states."
+        )
     return notes
 
 

@@ -24,7 +24,9 @@ from orchestrator.errors import OrchError
 
 _TIMEOUT = 90.0  # seconds for uv to name one wheel
 _CUDA_ONLY = re.compile(r"(nvidia|cuda|triton)(-|$)")
-_UNREACHABLE = re.compile(r"error sending request|dns error|Failed to fetch|client error|timed out", re.IGNORECASE)
+_UNREACHABLE = re.compile(
+    r"error sending request|dns error|Failed to fetch|client error|timed out", re.IGNORECASE
+)
 
 
 class Backend(Protocol):
@@ -118,8 +120,22 @@ def name_wheel(
 
     A file in a folder has no index to vouch for its hash: it counts only with `files_too`.
     """
-    argv = [workstation_uv(), "pip", "compile", "--quiet", "--no-deps", "--no-header", "--format", "pylock.toml"]
-    argv += ["--python-version", ".".join(map(str, target.python_minor)), "--python-platform", uv_platform(target)]
+    argv = [
+        workstation_uv(),
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-deps",
+        "--no-header",
+        "--format",
+        "pylock.toml",
+    ]
+    argv += [
+        "--python-version",
+        ".".join(map(str, target.python_minor)),
+        "--python-platform",
+        uv_platform(target),
+    ]
     argv += ["--only-binary", ":all:", *uv_flags(settings)]
     if backend:
         argv += ["--torch-backend", "cpu"]

@@ -67,7 +67,11 @@ def uv_to_send(target: Target, store: WheelStore, progress: Progress | None) -> 
     version = importlib.metadata.version("uv")
     if _own_fits(target):
         return _described(Path(workstation_uv()), version)
-    kept = store.root.parent / "uv" / f"{version}-{target.system}-{target.machine}-{(target.libc or ('', ''))[0]}"
+    kept = (
+        store.root.parent
+        / "uv"
+        / f"{version}-{target.system}-{target.machine}-{(target.libc or ('', ''))[0]}"
+    )
     program = kept / "uv"
     if not program.exists():
         if progress is None:
@@ -104,5 +108,3 @@ def _extract(wheel: Path, to: Path) -> None:
 def _described(program: Path, version: str) -> UvProgram:
     digest = sha256_of(program)
     return UvProgram(f"bin/uv-{digest[:12]}", version, program, digest, program.stat().st_size)
-
-
