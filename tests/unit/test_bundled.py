@@ -10,6 +10,12 @@ from pydantic import BaseModel
 
 from orchestrator import bundled
 from orchestrator.config import (
+    Container,
+    EnvironmentSpec,
+    Health,
+    Host,
+    Recipe,
+    Ssh,
     dump_recipe,
     find_project,
     load_hosts,
@@ -17,6 +23,7 @@ from orchestrator.config import (
     parse_recipe,
     resolve_place,
 )
+from orchestrator.config.problems import keys_of
 from orchestrator.errors import OrchError
 
 
