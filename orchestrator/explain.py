@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.config import Place
-from orchestrator.place import session as places
+from orchestrator.place.session import explain
 
 
 def explanation(place: Place, requests: Sequence[str]) -> str:
@@ -14,7 +14,7 @@ def explanation(place: Place, requests: Sequence[str]) -> str:
     `requests` are one line each, in their order; a round trip each, and one for the greeting.
     """
     lines = [f"{place.name}: {counts(place, len(requests))}"]
-    lines += [f"  {line}" for line in places.explain(place)]
+    lines += [f"  {line}" for line in explain(place)]
     if requests:
         lines.append("over that channel, in this order:")
         lines += [f"  {number}. {request}" for number, request in enumerate(requests, start=1)]

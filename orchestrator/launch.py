@@ -44,6 +44,9 @@ class Report(Protocol):
     def progress(self, step: str, what: str, done: int, total: int | None, unit: str) -> None:
         """`done` of `total` in `unit` ("B" or a plural such as "files")."""
 
+    def note(self, step: str, what: str) -> None:
+        """Something that the user should know."""
+
     def end(self, step: str, what: str) -> None: ...
 
 
@@ -142,19 +145,20 @@ def environment(launch: Launch) -> str:
     built = ensure(
         launch.connected,
         launch.spec,
-        progress=lambda what, done, total, unit: launch.report.progress(
-            "environment", what, done, total, unit
-        ),
+        progress=lambda what, done, total, unit: launch.report.progress("environment", what, done, total, unit),
     )
     launch.environment = built
-    return f"{launch.recipe.environment} {built.id}, {built.how}"
+    for note in built.notes:
+        launch.report.note("environment", note)
+    how = {"there": "in place", "built": "built", "waited": "built by another launch meanwhile"}[built.how]
+    return f"{launch.recipe.environment} {built.id}, {how}"
 
 
 def code(launch: Launch) -> str:
     snapshot = launch.snapshot
     assert snapshot is not None
     reply = launch.connected.call("have", {"paths": [snapshot.path]})
-    if snapshot.path in reply.data["have"]:
+    if snapshot.path in reply.data["paths"]:
         return f"{snapshot.digest}, in place"
 
     def chunks() -> Any:
@@ -186,13 +190,13 @@ def start(launch: Launch) -> str:
         {
             "run": launch.run,
             "files": files,
-            "environment": launch.environment.id,
+            "env": launch.environment.id,
             "code": launch.snapshot.digest,
         },
         payload=payload,
         timeout=60.0,
     )
-    launch.state = reply.data
+    launch.state = reply.data["state"]
     return f"{launch.run}, runner {(launch.state.get('runner') or {}).get('pid', '?')} in tmux"
 
 

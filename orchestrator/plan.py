@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.config import recipe_digest
+from orchestrator.environment.build import EnvironmentPlan
 from orchestrator.environment.build import plan as plan_environment
 from orchestrator.launch import STEPS, Launch, user_name
 from orchestrator.run import BEFORE_TRAINING
@@ -46,17 +47,17 @@ def plan_launch(launch: Launch) -> LaunchPlan:
         OrchError: what would make the launch itself fail before it starts anything.
     """
     steps, requests = [], []
-    for name, step in STEPS[:2]:
-        steps.append(PlannedStep(name, step(launch)))
+    for name, carry in STEPS[:2]:
+        steps.append(PlannedStep(name, carry(launch)))
     what = _claim(launch)
     steps.append(PlannedStep("claim", what))
     requests.append("claim the run, under a lock")
     assert launch.spec is not None and launch.snapshot is not None
-    environment = plan_environment(launch.connected, launch.spec)
-    steps.append(PlannedStep("environment", environment.what, environment.bytes))
-    requests += list(environment.requests)
+    step, asked = _environment(plan_environment(launch.connected, launch.spec))
+    steps.append(step)
+    requests += asked
     snapshot = launch.snapshot
-    there = snapshot.path in launch.connected.call("have", {"paths": [snapshot.path]}).data["have"]
+    there = snapshot.path in launch.connected.call("have", {"paths": [snapshot.path]}).data["paths"]
     requests.append("is this code there?")
     if there:
         steps.append(PlannedStep("code", f"{snapshot.digest}, in place"))
@@ -68,20 +69,36 @@ def plan_launch(launch: Launch) -> LaunchPlan:
     return LaunchPlan(launch.recipe.name, launch.place.name, tuple(steps), tuple(requests))
 
 
+def _environment(plan: EnvironmentPlan) -> tuple[PlannedStep, list[str]]:
+    requests = [f"is environment {plan.id} there?"]
+    if plan.present:
+        return PlannedStep("environment", f"{plan.id}, in place"), requests
+    missing = [file for file in plan.files if not file.there]
+    what = f"{plan.id}, to build from {len(plan.files)} files"
+    if plan.to_fetch:
+        what += f"; {plan.to_fetch} of them to fetch to this machine first, so the bytes are not known yet"
+    if missing:
+        requests.append("which of its files are there?")
+    requests += [f"put {file.name}" for file in missing]
+    requests.append("build it, and verify it")
+    return PlannedStep("environment", what, plan.bytes_to_send or 0), requests
+
+
 def _claim(launch: Launch) -> str:
     if launch.new:
         return "a new run, as asked"
     digest = recipe_digest(launch.recipe, launch.place)
     states = launch.connected.call("list_runs", {"limit": 100}).data["runs"]
-    for state in states:
-        if _is_same(state, digest):
-            phase = state.get("phase")
+    for item in states:
+        state = item.get("state") or {}
+        phase = item.get("phase")
+        if _is_same(state, phase, digest):
             if phase in BEFORE_TRAINING:
                 return f"continues {state['run']}, which is {phase}"
             return f"{state['run']} is training already: nothing would be started"
     return "a new run"
 
 
-def _is_same(state: Mapping[str, Any], digest: str) -> bool:
-    alive = state.get("phase") in BEFORE_TRAINING or state.get("phase") == "training"
+def _is_same(state: Mapping[str, Any], phase: str | None, digest: str) -> bool:
+    alive = phase in BEFORE_TRAINING or phase == "training"
     return alive and state.get("digest") == digest and state.get("user") == user_name()

@@ -58,7 +58,5 @@ def _git(directory: Path) -> dict[str, Any]:
 
 
 def _output(argv: list[str], directory: Path) -> str:
-    done = subprocess.run(
-        argv, cwd=directory, capture_output=True, check=True, timeout=10, stdin=subprocess.DEVNULL
-    )
+    done = subprocess.run(argv, cwd=directory, capture_output=True, check=True, timeout=10, stdin=subprocess.DEVNULL)
     return done.stdout.decode("utf-8", "replace")

@@ -50,7 +50,7 @@ class RunStatus:
     state: Mapping[str, Any]
     log_size: int | None
     log_inode: int | None
-    log_offset: int | None
+    log_next: int  # offset of the first byte after `log`
     log_truncated: bool
     log: bytes
     tmux: Mapping[str, Any] | None
@@ -97,10 +97,16 @@ class RunStatus:
 
 def from_probe(answer: Mapping[str, Any], payload: bytes, place: str) -> list[RunStatus]:
     """The runs in one answer of the probe, in its order."""
-    return [_status(item, payload, place, float(answer["time"])) for item in answer.get("runs") or ()]
+    problems: dict[str, list[str]] = {}
+    for problem in answer.get("problems") or ():
+        problems.setdefault(str(problem.get("run")), []).append(f"{problem.get('part')}: {problem.get('why')}")
+    return [
+        _status(item, payload, place, float(answer["time"]), problems.get(str(item.get("run")), []))
+        for item in answer.get("runs") or ()
+    ]
 
 
-def _status(item: Mapping[str, Any], payload: bytes, place: str, now: float) -> RunStatus:
+def _status(item: Mapping[str, Any], payload: bytes, place: str, now: float, problems: list[str]) -> RunStatus:
     state: Mapping[str, Any] = item.get("state") or {}
     metrics: Mapping[str, Any] = item.get("metrics") or {}
     last: Mapping[str, Any] = metrics.get("last") or {}
@@ -129,11 +135,11 @@ def _status(item: Mapping[str, Any], payload: bytes, place: str, now: float) -> 
         state=state,
         log_size=log.get("size"),
         log_inode=log.get("inode"),
-        log_offset=log.get("offset"),
-        log_truncated=bool(log.get("truncated")),
+        log_next=int(log.get("next") or 0),
+        log_truncated=bool(log.get("truncated") or log.get("rotated")),
         log=payload[start : start + length],
         tmux=item.get("tmux"),
-        error=item.get("error"),
+        error="; ".join(problems) or None,
     )
 
 

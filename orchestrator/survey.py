@@ -12,7 +12,7 @@ from orchestrator import history
 from orchestrator.config import Host, Place, resolve_place
 from orchestrator.errors import NotFound, OrchError
 from orchestrator.place.session import Session, open_session
-from orchestrator.remote.nvidia_smi import parse_gpus
+from orchestrator.remote import nvidia_smi
 from orchestrator.run import Gpu, RunStatus, from_probe
 
 
@@ -86,9 +86,7 @@ def survey(
             kept.close()
 
 
-def _report(
-    place: Place, runs: str | Sequence[str], tail_lines: int, screen: bool, kept: Sessions
-) -> PlaceReport:
+def _report(place: Place, runs: str | Sequence[str], tail_lines: int, screen: bool, kept: Sessions) -> PlaceReport:
     arguments = {
         "runs": runs if isinstance(runs, str) else list(runs),
         "tail_lines": tail_lines,
@@ -107,32 +105,22 @@ def _report(
             broken.close()
         return PlaceReport(place.name, None, (), (), None, error)
     found = from_probe(reply.data, reply.payload, place.name)
-    history.remember([_entry(run) for run in found if not run.error])
-    gpus, gpu_error = _gpus(reply.data.get("gpus") or {})
+    history.remember([_entry(run) for run in found if run.state])
+    gpus, gpu_error = _gpus(reply.data.get("gpus"))
     return PlaceReport(place.name, float(reply.data["time"]), tuple(found), gpus, gpu_error, None)
 
 
-def _gpus(reading: Mapping[str, Any]) -> tuple[tuple[Gpu, ...], str | None]:
-    error = reading.get("error")
-    rows = parse_gpus(reading.get("text") or "") if not error else []
-    return tuple(_gpu(row) for row in rows), error
+def _gpus(outcome: Mapping[str, Any] | None) -> tuple[tuple[Gpu, ...], str | None]:
+    if outcome is None:
+        return (), "it was not read"
+    rows, _ = nvidia_smi.parse(outcome.get("text") or "")
+    return tuple(_gpu(row) for row in rows), nvidia_smi.explain(dict(outcome))
 
 
 def _gpu(row: Mapping[str, Any]) -> Gpu:
-    def value(name: str) -> Any:
-        return row.get(name)
-
-    return Gpu(
-        index=value("index"),
-        name=value("name"),
-        uuid=value("uuid"),
-        memory_used=value("memory_used"),
-        memory_total=value("memory_total"),
-        utilization=value("utilization"),
-        temperature=value("temperature"),
-        power=value("power"),
-        error=value("error"),
-    )
+    values = {key: row.get(key) for key in nvidia_smi.KEYS}
+    why = row.get("why") or {}
+    return Gpu(**values, error="; ".join(f"{key}: {text}" for key, text in why.items()) or None)
 
 
 def _entry(run: RunStatus) -> history.Entry:

@@ -35,9 +35,9 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a reader of the log stands: bytes before `offset` of the file `inode` have been read."""
+    """Where a reader of the log stands: bytes before `offset` of the file `inode` (None: whichever it is) have been read."""
 
-    inode: int
+    inode: int | None
     offset: int
 
 
@@ -63,25 +63,23 @@ def follow(
     """
     own_session = session is None
     pause, silent_since = 1.0, time.monotonic()
-    lines = tail_lines
     patience = 0.0
     try:
         while True:
             try:
                 if session is None:
                     session = open_session(place)
-                status = _look(session, run, position, lines, patience)
+                status = _look(session, run, position, tail_lines, patience)
             except ConnectionLost as lost:
                 problem: Unreachable = lost
             except Unreachable as unreachable:
                 problem = unreachable
             else:
                 pause, silent_since, patience = 1.0, time.monotonic(), wait
-                if status.log_inode is not None and status.log_offset is not None:
-                    position = Position(status.log_inode, status.log_offset)
-                    lines = None
+                if status.log_inode is not None:
+                    position = Position(status.log_inode, status.log_next)
                 yield Observed(status)
-                if status.has_ended and (status.log_offset or 0) >= (status.log_size or 0):
+                if status.has_ended and status.log_next >= (status.log_size or 0):
                     return
                 continue
             if session is not None:
@@ -98,9 +96,9 @@ def follow(
             session.close()
 
 
-def _look(
-    session: Session, run: str, position: Position | None, lines: int | None, wait: float
-) -> RunStatus:
+def _look(session: Session, run: str, position: Position | None, lines: int | None, wait: float) -> RunStatus:
+    if position is None and lines is None:
+        position = Position(None, 0)
     arguments = {
         "runs": [run],
         "tail_lines": lines,

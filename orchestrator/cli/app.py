@@ -25,11 +25,13 @@ OneRunArgument = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="As for status; the latest run when left out.")
 ]
 PlaceOption = Annotated[
-    str | None, typer.Option("--place", "-p", metavar="PLACE", help="HOST or HOST/CONTAINER, such as pve/200.")
+    str | None,
+    typer.Option("--place", "-p", metavar="PLACE", help="HOST or HOST/CONTAINER, such as pve/200."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ExplainOption = Annotated[
-    bool, typer.Option("--explain", help="Print what would run at the place, and how often it is asked; run nothing.")
+    bool,
+    typer.Option("--explain", help="Print what would run at the place, and how often it is asked; run nothing."),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -135,7 +137,8 @@ def exec(
 def trust(
     host: Annotated[str, typer.Argument(help="A host of hosts.yaml.")],
     fingerprint: Annotated[
-        str | None, typer.Option("--fingerprint", help="Record the key only if this is its SHA256 fingerprint.")
+        str | None,
+        typer.Option("--fingerprint", help="Record the key only if this is its SHA256 fingerprint."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Record it without asking.")] = False,
 ) -> None:

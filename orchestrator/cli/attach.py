@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 from orchestrator.cli.context import meant_run
 from orchestrator.config import Place
@@ -37,22 +38,32 @@ def attach_command(run: str | None, place: str | None, *, explain: bool) -> None
 def attach_argv(place: Place, run: str) -> list[str]:
     """The command line that attaches to a run's session."""
     # TERM may name a terminal that the place does not know; tmux refuses to start then.
-    tmux = ["env", f"TERM={_plain_term()}", "LANG=C.UTF-8", "tmux", "-L", f"orch-{run}", "attach-session", "-t", "=run:"]
+    tmux = [
+        "env",
+        f"TERM={_plain_term()}",
+        "LANG=C.UTF-8",
+        "tmux",
+        "-L",
+        f"orch-{run}",
+        "attach-session",
+        "-t",
+        "=run:",
+    ]
     inner = wrap(place.container, tmux) if place.container else tmux
     ssh = place.host.ssh
     if ssh is None:
         return inner
     argv = ["ssh", "-t"]
     if ssh.ssh_config:
-        argv += ["-F", os.path.expanduser(ssh.ssh_config)]
+        argv += ["-F", str(Path(ssh.ssh_config).expanduser())]
     if ssh.user:
         argv += ["-l", ssh.user]
     if ssh.port:
         argv += ["-p", str(ssh.port)]
     if ssh.identity_file:
-        argv += ["-i", os.path.expanduser(ssh.identity_file)]
+        argv += ["-i", str(Path(ssh.identity_file).expanduser())]
     if ssh.known_hosts:
-        argv += ["-o", f"UserKnownHostsFile={os.path.expanduser(ssh.known_hosts)}"]
+        argv += ["-o", f"UserKnownHostsFile={str(Path(ssh.known_hosts).expanduser())}"]
     return [*argv, "-o", "StrictHostKeyChecking=yes", "--", ssh.host, shlex.join(inner)]
 
 

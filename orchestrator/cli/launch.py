@@ -29,15 +29,15 @@ class _Silent:
 
     def progress(self, step: str, what: str, done: int, total: int | None, unit: str) -> None: ...
 
+    def note(self, step: str, what: str) -> None: ...
+
     def end(self, step: str, what: str) -> None: ...
 
 
 def _asked(recipe: str, place: str | None, overrides: list[str], report: Any, *, new: bool = False) -> Launch:
     project, hosts = project_and_hosts()
     loaded = load_recipe(project, recipe, place_override=place, overrides=overrides)
-    return Launch(
-        project=project, recipe=loaded, place=resolve_place(hosts, loaded.place), report=report, new=new
-    )
+    return Launch(project=project, recipe=loaded, place=resolve_place(hosts, loaded.place), report=report, new=new)
 
 
 def plan_command(recipe: str, place: str | None, overrides: list[str], *, json: bool, new: bool = False) -> None:
@@ -58,7 +58,14 @@ def plan_command(recipe: str, place: str | None, overrides: list[str], *, json: 
 
 
 def launch_command(
-    recipe: str, place: str | None, overrides: list[str], *, detach: bool, new: bool, explain: bool, json: bool
+    recipe: str,
+    place: str | None,
+    overrides: list[str],
+    *,
+    detach: bool,
+    new: bool,
+    explain: bool,
+    json: bool,
 ) -> None:
     """Launch, then follow to the end unless detached.
 

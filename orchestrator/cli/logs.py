@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from orchestrator import watch
 from orchestrator.cli.context import meant_run
 from orchestrator.config import Place
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.explain import explanation
 from orchestrator.place.session import open_session
-from orchestrator import watch
 
 
 def logs_command(
@@ -25,7 +25,9 @@ def logs_command(
         raise UsageError("--pane shows the screen as tmux has it: it goes with neither --follow nor --tail")
     found, run = meant_run(run, place)
     if explain:
-        how = "pane with its history" if pane else f"log from {'its start' if tail is None else f'the last {tail} lines'}"
+        how = (
+            "pane with its history" if pane else f"log from {'its start' if tail is None else f'the last {tail} lines'}"
+        )
         more = ["probe, waiting up to 5 s for news, again and again until the run has ended"] if follow else []
         print(explanation(found, [f"{how} of {run}", *more]))
         return
@@ -52,5 +54,5 @@ def _write(found: Place, run: str, tail: int | None, *, keep_on: bool) -> None:
             print("orch: the log was replaced or cut; from here on it is the new one", file=sys.stderr)
         out.write(status.log)
         out.flush()
-        if not keep_on and (status.log_offset or 0) >= (status.log_size or 0):
+        if not keep_on and status.log_next >= (status.log_size or 0):
             return

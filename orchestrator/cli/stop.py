@@ -27,11 +27,18 @@ def stop_command(reference: str, place: str | None, *, kill: bool, json: bool, e
             "stop",
             arguments,
             timeout=_LONGEST_GRACE,
-            on_event=None if json else lambda event: out.print(f"  {event.get('what', event)}", soft_wrap=True),
+            on_event=None if json else lambda event: out.print(f"  {event.get('stopping', '')}", soft_wrap=True),
         )
-    state = reply.data.get("state", reply.data)
+    state = reply.data
     if json:
-        print_json({"run": run, "place": found.name, "phase": state.get("phase"), "already": bool(reply.data.get("already"))})
+        print_json(
+            {
+                "run": run,
+                "place": found.name,
+                "phase": state.get("phase"),
+                "already": bool(reply.data.get("already")),
+            }
+        )
     elif reply.data.get("already"):
         out.print(f"{run} had ended already: {state.get('phase')}", soft_wrap=True)
     else:

@@ -34,7 +34,10 @@ class LaunchDisplay:
         self._told = self._began
         if self.console.is_terminal:
             self._live = Live(
-                Text(f"  {step:<12} …", style="dim"), console=self.console, transient=True, refresh_per_second=8
+                Text(f"  {step:<12} …", style="dim"),
+                console=self.console,
+                transient=True,
+                refresh_per_second=8,
             )
             self._live.start()
 
@@ -48,6 +51,9 @@ class LaunchDisplay:
         elif time.monotonic() - self._told >= _PLAIN_EVERY:
             self._told = time.monotonic()
             self.console.print(Text(f"  {step:<12} {what} {amount}"), soft_wrap=True)
+
+    def note(self, step: str, what: str) -> None:
+        self.console.print(Text(f"  {step:<12} note: {what}"), soft_wrap=True)
 
     def end(self, step: str, what: str) -> None:
         self._stop()
@@ -145,13 +151,13 @@ class FollowDisplay:
             bar.add_row(
                 Text(" "),
                 ProgressBar(
-                    total=self.total_steps, completed=min(status.step, self.total_steps), width=min(60, self.console.width - 6)
+                    total=self.total_steps,
+                    completed=min(status.step, self.total_steps),
+                    width=min(60, self.console.width - 6),
                 ),
             )
             parts.append(bar)
-        parts += [
-            Text(f"  │ {printable(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in self._tail
-        ]
+        parts += [Text(f"  │ {printable(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in self._tail]
         return Group(*parts)
 
 
@@ -159,7 +165,12 @@ def summary(console: Console, status: RunStatus, tail: list[str]) -> None:
     """How a run ended: its result, or what it said last."""
     style = PHASE_STYLE.get(status.phase, "")
     head = Text.assemble(
-        (status.run, "bold"), " at ", status.place, " ", (status.phase, style), f" after {duration(status.seconds)}"
+        (status.run, "bold"),
+        " at ",
+        status.place,
+        " ",
+        (status.phase, style),
+        f" after {duration(status.seconds)}",
     )
     if status.why:
         head.append(f": {status.why}")

@@ -38,7 +38,10 @@ def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool) ->
         if report.error is not None:
             parts.append(
                 Text.assemble(
-                    (report.place, "bold"), ": ", ("unknown", PHASE_STYLE["unknown"]), f", {report.error.message}"
+                    (report.place, "bold"),
+                    ": ",
+                    ("unknown", PHASE_STYLE["unknown"]),
+                    f", {report.error.message}",
                 )
             )
     for report in reports:
@@ -93,7 +96,7 @@ def _gpu_lines(report: PlaceReport, width: int) -> RenderableType | None:
     if report.error is not None:
         return None
     if not report.gpus:
-        if report.gpu_error and "not there" not in report.gpu_error:
+        if report.gpu_error and "is not here" not in report.gpu_error:
             return Text(f"GPUs at {report.place}: unknown, {report.gpu_error}", style="magenta")
         return None
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
