@@ -9,11 +9,13 @@ from orchestrator.config.recipes import (
     apply_overrides,
     check_recipe,
     dump_recipe,
+    fill,
     load_recipe,
     parse_recipe,
     read_recipe,
     recipe_digest,
 )
+from orchestrator.config.yaml_source import dump_yaml
 
 __all__ = [
     "LOCAL",
@@ -29,6 +31,8 @@ __all__ = [
     "apply_overrides",
     "check_recipe",
     "dump_recipe",
+    "dump_yaml",
+    "fill",
     "find_project",
     "list_environments",
     "list_recipes",

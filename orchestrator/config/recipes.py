@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,19 @@ def recipe_digest(recipe: Recipe, place: Place | str) -> str:
     content = recipe.model_dump() | {"place": place if isinstance(place, str) else place.name}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def fill(value: Any, names: Mapping[str, str]) -> Any:
+    """A copy of a recipe's `command` or `settings` with each `{name}` in a text replaced; other braces stay."""
+    if isinstance(value, str):
+        for name, replacement in names.items():
+            value = value.replace("{" + name + "}", replacement)
+        return value
+    if isinstance(value, list):
+        return [fill(item, names) for item in value]
+    if isinstance(value, dict):
+        return {key: fill(item, names) for key, item in value.items()}
+    return value
 
 
 def _always(label: str) -> Where:

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -17,6 +18,7 @@ from orchestrator.config import (
     Recipe,
     Ssh,
     dump_recipe,
+    fill,
     find_project,
     load_hosts,
     load_recipe,
@@ -24,6 +26,7 @@ from orchestrator.config import (
     resolve_place,
 )
 from orchestrator.config.problems import keys_of
+from orchestrator.config.yaml_source import parse_yaml
 from orchestrator.errors import OrchError
 
 
@@ -76,6 +79,21 @@ def test_the_commented_host_is_right_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert place.container.kind == "pct"
     assert hosts["pve"].ssh is not None
     assert (hosts["pve"].ssh.host, hosts["pve"].ssh.user, hosts["pve"].ssh.port) == ("192.0.2.10", "root", 22)
+
+
+def test_the_demo_is_the_trainers_own(tmp_path: Path) -> None:
+    """The recipe holds the trainer's demo configuration, with its paths as they are at a place."""
+    settings = load_recipe(find_project(tmp_path), "demo").settings
+    trainers = (bundled.trainer_dir() / "configs" / "demo.yaml").read_text()
+    own = parse_yaml(trainers, lambda line, column: f"demo.yaml:{line}", {"settings"}, at=("settings",))
+    assert fill(settings, {"code": "C"}) == fill_relative(own.data)
+    assert settings["optimizer"]["adam_rate"] == 3e-3
+
+
+def fill_relative(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: fill_relative(item) for key, item in value.items()}
+    return value.replace("../assets/", "C/trainer/assets/") if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from orchestrator.config import (
     Place,
     Recipe,
     dump_recipe,
+    fill,
     find_project,
     list_environments,
     list_recipes,
@@ -308,6 +309,13 @@ def test_another_place(project_dir: Path) -> None:
     assert caught.value.problems == (
         'the place given: place must be a host or HOST/CONTAINER, such as pve/200, not "a b"',
     )
+
+
+def test_words_for_what_is_known_at_launch() -> None:
+    before = {"a": "{code}/x", "b": ["{run_dir}{code}", 1, None, True], "c": {"d": '{"json": "{other}"}'}}
+    after = {"a": "/c/x", "b": ["/r/c", 1, None, True], "c": {"d": '{"json": "{other}"}'}}
+    assert fill(before, {"code": "/c", "run_dir": "/r"}) == after
+    assert before["a"] == "{code}/x"
 
 
 # -- finding --
