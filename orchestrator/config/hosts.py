@@ -36,9 +36,7 @@ def load_hosts(project: Project) -> dict[str, Host]:
     hosts: dict[str, Host] = {}
     entries = document.data.get("hosts") if isinstance(document.data, dict) else None
     if entries is not None and not isinstance(entries, dict):
-        problems.append(
-            f"{document.where_key(('hosts',))}: hosts must be a mapping of names, not {quote(entries)}"
-        )
+        problems.append(f"{document.where_key(('hosts',))}: hosts must be a mapping of names, not {quote(entries)}")
     for name in entries if isinstance(entries, dict) else ():
         found, wrong = _host(document, name, project.hosts_file.parent)
         problems += wrong
@@ -65,17 +63,14 @@ def resolve_place(hosts: Mapping[str, Host], name: str, project: Project | None 
         return Place(host)
     if container not in host.containers:
         raise UsageError(
-            f"host {quote(host_name)} has no container {quote(container)}"
-            f"{did_you_mean(container, host.containers)}",
+            f"host {quote(host_name)} has no container {quote(container)}{did_you_mean(container, host.containers)}",
             f"containers of {host_name}: {listing(host.containers)}{looked}",
         )
     return Place(host, container)
 
 
 def _place_names(hosts: Mapping[str, Host]) -> list[str]:
-    return [
-        place for name, host in hosts.items() for place in (name, *(f"{name}/{c}" for c in host.containers))
-    ]
+    return [place for name, host in hosts.items() for place in (name, *(f"{name}/{c}" for c in host.containers))]
 
 
 def _host(document: Document, name: str, folder: Path) -> tuple[Host | None, list[str]]:
@@ -92,9 +87,7 @@ def _host(document: Document, name: str, folder: Path) -> tuple[Host | None, lis
         entry = document.data["hosts"][name] = dict(entry or {})
         problems += _ssh(document, at, name, entry, folder)
         problems += _containers(document, at, entry)
-    found, wrong = validate(
-        Host, document, at, given={"name": name if re.fullmatch(HOST_NAME, name) else LOCAL}
-    )
+    found, wrong = validate(Host, document, at, given={"name": name if re.fullmatch(HOST_NAME, name) else LOCAL})
     return found, problems + wrong
 
 

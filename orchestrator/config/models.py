@@ -123,9 +123,7 @@ class Host(_Model):
     """A machine reached by SSH, or (without `ssh`) this one."""
 
     name: Annotated[str, _whole(HOST_NAME), Given()]
-    ssh: Annotated[
-        Ssh | None, Expect("a mapping with host, user, port, …, or text such as root@192.0.2.10:22")
-    ] = None
+    ssh: Annotated[Ssh | None, Expect("a mapping with host, user, port, …, or text such as root@192.0.2.10:22")] = None
     root: AbsolutePath | None = None
     python: Annotated[
         str | None, _whole(r"[A-Za-z0-9_/][A-Za-z0-9._/+-]*"), Expect("a command or the path of a Python")
@@ -166,9 +164,7 @@ class Health(_Model):
     """What a run must reach to count as healthy."""
 
     step: Annotated[int | None, Field(ge=1), Expect("a whole number from 1")] = None
-    tokens_per_second: Annotated[
-        float | None, Field(gt=0, allow_inf_nan=False), Expect("a number above 0")
-    ] = None
+    tokens_per_second: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Expect("a number above 0")] = None
 
 
 class Recipe(_Model):
@@ -194,12 +190,8 @@ class Recipe(_Model):
     command: Annotated[
         list[Text] | None, Field(min_length=1), Expect("a list of words, such as [python, train.py]")
     ] = None
-    settings: Annotated[dict[str, Any], Expect("a mapping: the trainer's configuration")] = Field(
-        default_factory=dict
-    )
-    env: Annotated[dict[VariableName, Text], Expect("a mapping of names to text")] = Field(
-        default_factory=dict
-    )
+    settings: Annotated[dict[str, Any], Expect("a mapping: the trainer's configuration")] = Field(default_factory=dict)
+    env: Annotated[dict[VariableName, Text], Expect("a mapping of names to text")] = Field(default_factory=dict)
     secrets: Annotated[list[SecretName], Expect("a list of names of environment variables")] = Field(
         default_factory=list
     )

@@ -34,9 +34,7 @@ def validate(
         data = {}  # a file or key with nothing below it yet
     if not isinstance(data, dict):
         subject = dotted(at) if at else "the file"
-        return None, [
-            f"{document.where_key(at)}: {subject} must be a mapping (key: value), not {quote(data)}"
-        ]
+        return None, [f"{document.where_key(at)}: {subject} must be a mapping (key: value), not {quote(data)}"]
     given = given or {}
     problems = [
         (document.where_key((*at, name)), _unknown(model, (name,)))
@@ -79,16 +77,12 @@ def keys_of(model: type[BaseModel]) -> list[str]:
     return [name for name, field in model.model_fields.items() if not _mark(field.metadata, Given)]
 
 
-def _sentence(
-    model: type[BaseModel], document: Document, at: Loc, kind: str, loc: Loc, value: Any
-) -> tuple[str, str]:
+def _sentence(model: type[BaseModel], document: Document, at: Loc, kind: str, loc: Loc, value: Any) -> tuple[str, str]:
     """Where, and what is wrong there."""
     if loc and loc[-1] == "[key]":
         loc, around = loc[:-1], dotted(loc[:-2])
         expect = _expect(model, loc, of_key=True)
-        return document.where_key(
-            (*at, *loc)
-        ), f"a key of {around} must be {expect.words}, not {quote(loc[-1])}"
+        return document.where_key((*at, *loc)), f"a key of {around} must be {expect.words}, not {quote(loc[-1])}"
     if kind == "extra_forbidden":
         return document.where_key((*at, *loc)), _unknown(model, loc)
     expect = _expect(model, loc)

@@ -19,9 +19,7 @@ from orchestrator.errors import ConfigError, UsageError
 
 _TYPED = frozenset({"settings"})
 # names that promise a secret; TOKEN alone also names special tokens of a vocabulary (short, or <|…|>)
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY)\Z", re.I
-)
+_SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY)\Z", re.I)
 _SECRET_LENGTH = 16
 
 
@@ -69,9 +67,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
         # the value may be anything, so it is not part of the label
         label = f"--set {key[:60]}"
         if not equals or not all(loc):
-            problems.append(
-                f"--set takes KEY=VALUE with a dotted key, such as settings.steps=5, not {quote(key)}"
-            )
+            problems.append(f"--set takes KEY=VALUE with a dotted key, such as settings.steps=5, not {quote(key)}")
             continue
         try:
             document = parse_yaml(value, _always(label), _TYPED, at=loc)
@@ -113,9 +109,7 @@ def check_recipe(source: RecipeSource) -> Recipe:
 
 def parse_recipe(text: str, name: str = "recipe.yaml") -> Recipe:
     """A recipe from what `dump_recipe` wrote, its own name in it; `name` is how a sentence calls the text."""
-    document = parse_yaml(
-        text, lambda line, column: f"{name}:{line}" + (f":{column}" if column else ""), _TYPED
-    )
+    document = parse_yaml(text, lambda line, column: f"{name}:{line}" + (f":{column}" if column else ""), _TYPED)
     own = document.data.get("name") if isinstance(document.data, dict) else None
     return check_recipe(RecipeSource(own if isinstance(own, str) else "", document))
 
@@ -133,11 +127,9 @@ def recipe_digest(recipe: Recipe, place: Place | str) -> str:
 
 
 def fill(value: Any, names: Mapping[str, str]) -> Any:
-    """A copy of a recipe's `command` or `settings` with each `{name}` in a text replaced; other braces stay."""
+    """A copy of a recipe's `command` or `settings` with each known `{name}` in a text replaced."""
     if isinstance(value, str):
-        for name, replacement in names.items():
-            value = value.replace("{" + name + "}", replacement)
-        return value
+        return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), value)
     if isinstance(value, list):
         return [fill(item, names) for item in value]
     if isinstance(value, dict):
@@ -162,13 +154,9 @@ def _with(source: RecipeSource, loc: Loc, new: Document) -> RecipeSource:
             document.keys[loc[:depth]] = document.values[loc[:depth]] = label
         inner = inner[str(part)] if isinstance(inner, dict) else None
         if not isinstance(inner, dict):
-            raise ConfigError(
-                [f"{label}: {dotted(loc[:depth])} is not a mapping, so no key can be set in it"]
-            )
+            raise ConfigError([f"{label}: {dotted(loc[:depth])} is not a mapping, so no key can be set in it"])
     if not isinstance(inner, dict):
-        raise ConfigError(
-            [f"{document.where(())}: the file must be a mapping (key: value), not {quote(inner)}"]
-        )
+        raise ConfigError([f"{document.where(())}: the file must be a mapping (key: value), not {quote(inner)}"])
     inner[str(loc[-1])] = new.data
     for marks in (document.keys, document.values):
         for old in [mark for mark in marks if mark[: len(loc)] == loc]:

@@ -103,9 +103,7 @@ def read_yaml(path: Path, typed: Collection[str] = ()) -> Document:
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
     if len(raw) > _MAX_BYTES:
-        raise ConfigError(
-            [f"{name}: the file is {len(raw)} bytes long, more than the {_MAX_BYTES} that are read"]
-        )
+        raise ConfigError([f"{name}: the file is {len(raw)} bytes long, more than the {_MAX_BYTES} that are read"])
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -131,9 +129,7 @@ def parse_yaml(text: str, where: Where, typed: Collection[str] = (), at: Loc = (
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         code = error.character if isinstance(error.character, int) else ord(error.character)
-        raise ConfigError(
-            [f"{where(line, None)}: the character U+{code:04X} cannot stand in YAML"]
-        ) from error
+        raise ConfigError([f"{where(line, None)}: the character U+{code:04X} cannot stand in YAML"]) from error
     except RecursionError as error:
         raise ConfigError([f"{where(1, None)}: the values are nested too deeply"]) from error
     builder = _Builder(where, frozenset(typed))
@@ -247,9 +243,7 @@ class _Builder:
             elif key_node.value in own:
                 first = own[key_node.value][0].start_mark.line + 1
                 name = ".".join(str(part) for part in (*loc, key_node.value))
-                self._problem(
-                    key_node, f"the key {quote(name)} is there already, in line {first}; keep one of them"
-                )
+                self._problem(key_node, f"the key {quote(name)} is there already, in line {first}; keep one of them")
             else:
                 own[key_node.value] = (key_node, value_node)
         return own | {key: pair for key, pair in merged.items() if key not in own}
@@ -273,9 +267,7 @@ class _Builder:
             return text
         try:
             if kind == "bool":
-                return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}[
-                    text.lower()
-                ]
+                return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}[text.lower()]
             if kind == "int":
                 return int(text.replace("_", ""), 16 if "x" in text else 10)
             number = float(text.replace("_", ""))
