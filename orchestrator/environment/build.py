@@ -163,10 +163,10 @@ def ensure_uv(session: Session, target: Target, store: WheelStore, progress: Pro
 def ensure(
     session: Session, spec: EnvironmentSpec, *, progress: Progress = silent, store: WheelStore | None = None
 ) -> BuiltEnvironment:
-    """Has the spec's environment at the place: one round trip where it is there, else fetched, sent and built.
+    """Has the spec's environment at the place: one round trip where it is there, else fetched, sent, built.
 
-    Raises ConfigError for the lock, OrchError for what cannot be fetched or built (nothing of it is left then), and
-    ConnectionLost.
+    Raises ConfigError for the lock, OrchError for what cannot be fetched or built (nothing of it is left
+    then), and ConnectionLost.
     """
     store = store or WheelStore()
     wanted = request(session, spec)
@@ -257,6 +257,4 @@ def _send(
                 done += len(block)
                 progress(f"sending {local.name}", done, size if total is None else total, "B")
 
-    session.upload(
-        "put", {"path": remote, "size": size, "sha256": sha256, "mode": mode, "unpack": None}, chunks()
-    )
+    session.upload("put", {"path": remote, "size": size, "sha256": sha256, "mode": mode, "unpack": None}, chunks())

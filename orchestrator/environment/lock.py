@@ -55,9 +55,7 @@ def pins(lock_text: str, target: Target, *, where: str = "requirements.lock") ->
     if not problems and not found:
         problems.append(f"{where}: nothing is pinned for {target}")
     if problems:
-        raise ConfigError(
-            problems, hint="make the lock anew: python -m orchestrator.environment.lock DIRECTORY"
-        )
+        raise ConfigError(problems, hint="make the lock anew: python -m orchestrator.environment.lock DIRECTORY")
     if "torch" in found and target.libc and target.libc[0] == "musl":
         raise OrchError(
             f"torch has no wheels for musl, and the place is {target}: use a container with glibc, such as Debian's"
@@ -79,7 +77,8 @@ def environment_id(wanted: list[Pin], target: Target) -> str:
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines with their continuations, without comments, each with the number of its first."""
-    start, parts = 0, []
+    start = 0
+    parts: list[str] = []
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*$", "", raw).rstrip()
         if not parts:
@@ -95,7 +94,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _pin(line: str, environment: dict[str, str]) -> tuple[Pin | None, str]:
-    """The pin that a line is for this environment (None where its marker says no), or what is wrong with it."""
+    """The pin of a line (None where its marker says no), or what is wrong with it."""
     if line.startswith("-"):
         return None, f"{line.split()[0]} has no place in a lock: it holds pins and hashes alone"
     try:

@@ -1,4 +1,4 @@
-"""One run of `pip download` for a place's platform, with the user's own pip configuration, and its failure in a sentence."""
+"""One run of `pip download` for a place's platform, with the user's own pip configuration."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from orchestrator.environment.progress import Progress
 from orchestrator.environment.target import Target, platforms
@@ -22,8 +23,8 @@ SILENCE = 150.0  # seconds without a word or a byte, after which pip is given up
 _POLL = 0.2
 
 _NETWORK = re.compile(
-    r"Failed to establish a new connection|NameResolutionError|Failed to resolve|Temporary failure in name resolution"
-    r"|Name or service not known|ConnectTimeoutError|ReadTimeoutError|Read timed out|Connection refused|ProxyError"
+    r"Failed to establish a new connection|NameResolutionError|Failed to resolve|failure in name resolution"
+    r"|Name or service not known|ConnectTimeoutError|ReadTimeoutError|Connection refused|ProxyError"
     r"|Network is unreachable|No route to host|RemoteDisconnected|ConnectionResetError|Connection broken"
     r"|Failed to connect|timed out|Connection (?:failed|aborted)"
 )
@@ -103,7 +104,7 @@ def _run(argv: Sequence[str], files: int, folders: Sequence[Path], progress: Pro
     ) as pip:
         assert pip.stdout is not None
         said: queue.Queue[str] = queue.Queue()
-        reader = threading.Thread(target=lambda: [said.put(line) for line in pip.stdout or ()], daemon=True)
+        reader = threading.Thread(target=_listen, args=(pip.stdout, said), daemon=True)
         reader.start()
         moved, size = time.monotonic(), 0
         try:
@@ -126,6 +127,11 @@ def _run(argv: Sequence[str], files: int, folders: Sequence[Path], progress: Pro
             if pip.poll() is None:
                 pip.kill()
         return pip.wait(), "".join(lines)
+
+
+def _listen(stream: IO[str], said: queue.Queue[str]) -> None:
+    for line in stream:
+        said.put(line)
 
 
 def _drain(said: queue.Queue[str]) -> Iterator[str]:
@@ -154,32 +160,30 @@ def explain(output: str, target: Target, files: int) -> OrchError:
     if wrong:
         file = (wrong.group(2) or wrong.group(1)).split("#")[0].rsplit("/", 1)[-1]
         return WrongHash(
-            f"{file} as it was fetched has sha256 {wrong.group(3)}, which requirements.lock does not list for "
-            f"{wrong.group(1)}: it is not the file that was locked, and nothing of it is used"
+            f"{file} as it was fetched has sha256 {wrong.group(3)}, which requirements.lock does not list "
+            f"for {wrong.group(1)}: it is not the file that was locked, and nothing of it is used"
         )
     if "No space left on device" in output:
         return OrchError(
-            "the disk of this machine's wheel store is full", hint="ORCH_CACHE_DIR names another folder"
+            "this machine's disk, where its wheel store is, is full", hint="ORCH_CACHE_DIR names another folder"
         )
     missing = _MISSING.search(output)
     what = (missing.group(1) or missing.group(2)) if missing else ""
     if _CERTIFICATE.search(output):
-        return Offline(
-            "the package index's certificate is not trusted: pip's `cert` setting names a bundle that is"
-        )
+        return Offline("the package index's certificate is not trusted: pip's `cert` setting names a bundle that is")
     if _NETWORK.search(output):
         reason = next((text for pattern, text in _REASONS if pattern.search(output)), "the connection fails")
         count = "1 wheel is" if files == 1 else f"{files} wheels are"
         return Offline(
             f"the package index cannot be reached ({reason}), and {count} not in this machine's store"
             f"{f', {what} first' if what else ''}",
-            hint="run it again with a network, or copy the store of a machine that has the wheels (ORCH_CACHE_DIR)",
+            hint="run it again with a network, or with the store of a machine that has them (ORCH_CACHE_DIR)",
         )
     if what:
         name, _, version = what.partition("==")
         return NoWheel(
-            f"there is no wheel of {name} {version.split()[0] if version else ''} for {target}: the package indexes "
-            "that pip is set to have other platforms or sources only".replace("  ", " ")
+            f"there is no wheel of {name}{f' {version}' if version else ''} for {target}: the indexes "
+            "that pip is set to have it for other platforms only, as source only, or not at all"
         )
     said = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in said if line.startswith("ERROR:")] or said

@@ -1,4 +1,4 @@
-"""Reads what uv says about wheels: the pylock.toml form, from which a file's name, address and hash are known."""
+"""Reads the pylock.toml that uv writes: the names, addresses and hashes of wheels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-# One inline table of a wheel. uv writes each on a line of its own or as a list of one; Python 3.10 has no TOML reader.
+# One inline table of a wheel. uv writes each on a line of its own or as a list of one; Python 3.10 has no
+# TOML reader.
 _PACKAGE = re.compile(r"^\[\[packages\]\]$", re.MULTILINE)
 _NAME = re.compile(r'^name = "([^"]+)"$', re.MULTILINE)
 _VERSION = re.compile(r'^version = "([^"]+)"$', re.MULTILINE)

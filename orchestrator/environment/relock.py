@@ -1,6 +1,7 @@
 """Makes an environment's requirements.lock from its requirements.in, by uv and the user's pip configuration.
 
-The lock is universal: one text for every Python of the spec, on Linux and macOS. It holds hashes and no address.
+The lock is universal: one text for every Python of the spec, on Linux and macOS. It holds hashes and no
+address.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ def lock(directory: Path) -> str:
     environment, flags = uv_environment(settings), uv_flags(settings)
     pythons = [python for python in _PYTHONS if python in SpecifierSet(spec["python"])]
     if not pythons:
-        raise UsageError(
-            f"{directory / 'spec.yaml'}: python {spec['python']} fits none of {', '.join(_PYTHONS)}"
-        )
+        raise UsageError(f"{directory / 'spec.yaml'}: python {spec['python']} fits none of {', '.join(_PYTHONS)}")
     cpu = torch is not None and spec.get("backend") == "cpu"
     with tempfile.TemporaryDirectory(prefix="orch-lock-") as folder:
         work = Path(folder)
-        # A project that needs nothing: uv takes the platforms to resolve for, and the range of Pythons, from it.
+        # A project that needs nothing: uv takes the platforms to resolve for, and the range of Pythons,
+        # from it.
         (work / "pyproject.toml").write_text(
-            f'[project]\nname = "lock"\nversion = "0"\nrequires-python = ">={pythons[0]},<3.{_after(pythons)}"\n'
+            '[project]\nname = "lock"\nversion = "0"\n'
+            f'requires-python = ">={pythons[0]},<3.{_after(pythons)}"\n'
             "[tool.uv]\nenvironments = [\"sys_platform == 'linux'\", \"sys_platform == 'darwin'\"]\n"
         )
-        # `===` takes the index's plain build, whose metadata knows every platform; CPU builds are added below.
+        # `===` takes the index's plain build, whose metadata knows every platform; CPU builds are added
+        # below.
         lines = [str(r) for r in given if not (cpu and r is torch)]
         if cpu:
             lines.append(f"torch==={spec['torch']}")
@@ -162,8 +164,8 @@ def _exclude(work: Path, names: set[str]) -> None:
 def _sufficient(work: Path, python: str, environment: dict[str, str], flags: Sequence[str]) -> dict[str, str]:
     """The environment with the fewest of the user's sources that have everything.
 
-    Extra indexes and folders often hold one platform's file of a release, and uv takes a release's files from one
-    source alone: the lock would then lack all other platforms.
+    Extra indexes and folders often hold one platform's file of a release, and uv takes a release's files from
+    one source alone: the lock would then lack all other platforms.
     """
     extra = ("UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
     _exclude(work, set())
@@ -194,9 +196,7 @@ def _without(text: str, name: str) -> str:
 
 def _insert(text: str, head: str, wheels: Sequence[NamedWheel]) -> str:
     """The lock with one more entry, in its place by name."""
-    entry = " \\\n".join(
-        [head, *(f"    --hash=sha256:{digest}" for digest in sorted({w.sha256 for w in wheels}))]
-    )
+    entry = " \\\n".join([head, *(f"    --hash=sha256:{digest}" for digest in sorted({w.sha256 for w in wheels}))])
     lines = text.splitlines()
     for index, line in enumerate(lines):
         if not line.startswith((" ", "\t", "#")) and line > head:
@@ -204,9 +204,7 @@ def _insert(text: str, head: str, wheels: Sequence[NamedWheel]) -> str:
     return "\n".join([*lines, entry]) + "\n"
 
 
-def _cpu_builds(
-    version: str, pythons: Sequence[str], settings: Mapping[str, str]
-) -> dict[tuple[str, str], NamedWheel]:
+def _cpu_builds(version: str, pythons: Sequence[str], settings: Mapping[str, str]) -> dict[tuple[str, str], NamedWheel]:
     """torch's CPU wheels that can be found from here, by Python and machine."""
     builds: dict[tuple[str, str], NamedWheel] = {}
     backend = True
@@ -221,9 +219,7 @@ def _cpu_builds(
     return builds
 
 
-def _cpu_notes(
-    version: str, pythons: Sequence[str], builds: Mapping[tuple[str, str], NamedWheel]
-) -> list[str]:
+def _cpu_notes(version: str, pythons: Sequence[str], builds: Mapping[tuple[str, str], NamedWheel]) -> list[str]:
     wanted = [(python, machine) for python in pythons for machine, _ in _LINUX]
     missing = [pair for pair in wanted if pair not in builds]
     notes = [f"# torch {version}+cpu: hashes of {len(builds)} of {len(wanted)} Linux builds are here"]
@@ -233,12 +229,8 @@ def _cpu_notes(
         for python, machine in missing:
             lacking.setdefault(machine, []).append(python)
         notes += [f"#     unknown: CPython {', '.join(p)} on {machine}" for machine, p in lacking.items()]
-        notes.append(
-            "# No index that could be reached from where this was made has the others. The command above adds"
-        )
-        notes.append(
-            "# them where one is; until then such a build is taken only by a hash that its index states."
-        )
+        notes.append("# No index that could be reached from where this was made has the others. The command above adds")
+        notes.append("# them where one is; until then such a build is taken only by a hash that its index states.")
     return notes
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from platformdirs import user_cache_path
 
@@ -47,7 +48,7 @@ class WheelStore:
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A folder on the store's file system that is gone afterwards. Raises OrchError where none can be made."""
+        """A folder on the store's file system that is gone afterwards. Raises OrchError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             folder = Path(tempfile.mkdtemp(prefix="fetch-", dir=self.root))
@@ -62,8 +63,10 @@ class WheelStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, path: Path, *, said_by_index: bool = False) -> Wheel:
-        """Takes a wheel in from a workspace, whoever else adds the same at that moment. Raises OrchError for a
-        file whose name is no wheel's."""
+        """Takes a wheel in from a workspace, whoever else adds the same at that moment.
+
+        Raises OrchError for a file whose name is no wheel's.
+        """
         try:
             name, version, _, _ = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
@@ -75,7 +78,8 @@ class WheelStore:
             path.rename(beside / path.name)
             place.parent.mkdir(parents=True, exist_ok=True)
             beside.chmod(0o755)
-            # A folder that is there already was filled by somebody else at the same moment, with the same bytes.
+            # A folder that is there already was filled by somebody else at the same moment, with the same
+            # bytes.
             with contextlib.suppress(OSError):
                 beside.rename(place)
         if said_by_index:
@@ -85,7 +89,7 @@ class WheelStore:
         return Wheel(name, str(version), path.name, digest, kept.stat().st_size, kept, origin)
 
     def find(self, pin: Pin, target: Target) -> Wheel | None:
-        """The best wheel in the store for a pin, by the hashes of its lock, else by one that an index stated."""
+        """The best wheel in the store for a pin: by the lock's hashes, else by one that an index stated."""
         best: tuple[int, Wheel] | None = None
         ranks = {tag: rank for rank, tag in enumerate(tags(target))}
         stated = {} if pin.hashes and self._any(pin.hashes, ranks) else self._stated(pin)
@@ -98,7 +102,7 @@ class WheelStore:
                     best = rank, Wheel(pin.name, pin.version, path.name, digest, size, path, origin)
         return best[1] if best else None
 
-    def _any(self, digests: tuple[str, ...], ranks: dict[object, int]) -> bool:
+    def _any(self, digests: tuple[str, ...], ranks: dict[Tag, int]) -> bool:
         return any(
             _rank(path.name, ranks) is not None
             for digest in digests
@@ -116,7 +120,7 @@ class WheelStore:
         (folder / digest).write_text(json.dumps({"file": filename}))
 
 
-def _rank(filename: str, ranks: dict[object, int]) -> int | None:
+def _rank(filename: str, ranks: dict[Tag, int]) -> int | None:
     """How well a wheel fits, 0 being best; None where it does not."""
     try:
         found = [ranks[tag] for tag in parse_wheel_filename(filename)[3] if tag in ranks]

@@ -132,8 +132,8 @@ def _platforms(target: Target) -> Iterator[str]:
         return
     if target.system != "Linux" or not machine:
         raise OrchError(
-            f"no wheels exist for {target.system or 'an unknown system'} on {machine or 'an unknown machine'}: "
-            "the place must be Linux or macOS"
+            f"no wheels exist for {target.system or 'an unknown system'} on "
+            f"{machine or 'an unknown machine'}: the place must be Linux or macOS"
         )
     if target.libc is None:
         raise OrchError(

@@ -1,4 +1,4 @@
-"""torch's CPU builds. The usual index has gigabytes of CUDA for Linux, which a machine without a GPU never needs."""
+"""torch's CPU builds: the usual index has gigabytes of CUDA for Linux, of no use without a GPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from orchestrator.errors import OrchError
 
 _TIMEOUT = 90.0  # seconds for uv to name one wheel
 _CUDA_ONLY = re.compile(r"(nvidia|cuda|triton)(-|$)")
-_UNREACHABLE = re.compile(
-    r"error sending request|dns error|Failed to fetch|client error|timed out", re.IGNORECASE
-)
+_UNREACHABLE = re.compile(r"error sending request|dns error|Failed to fetch|client error|timed out", re.IGNORECASE)
 
 
 class Backend(Protocol):
@@ -57,7 +55,7 @@ def wants_cpu(spec: Backend, facts: Facts) -> bool:
 
 
 def cpu_pins(wanted: Sequence[Pin], target: Target) -> list[Pin]:
-    """The pins with torch's CPU build for torch, and without what only CUDA needs. On macOS the plain wheel is it."""
+    """The pins with torch's CPU build (macOS: the plain wheel is it), and without what only CUDA needs."""
     kept = [pin for pin in wanted if not is_cuda_only(pin.name)]
     if target.system != "Linux":
         return kept
@@ -75,10 +73,10 @@ def is_cpu_build(pin: Pin) -> bool:
 
 
 def fetch_cpu(pin: Pin, target: Target, store: WheelStore, progress: Progress) -> Wheel:
-    """Brings torch's CPU wheel into the store: by the lock's hashes from where pip looks, else by the address and
-    the hash that an index states.
+    """Brings torch's CPU wheel into the store.
 
-    Raises OrchError where neither works; a CUDA build is never taken in its place.
+    By the lock's hashes from where pip looks, else by the address and the hash that an index states. Raises
+    OrchError where neither works; a CUDA build is never taken in its place.
     """
     with store.workspace() as folder:
         if pin.hashes:
@@ -98,27 +96,22 @@ def fetch_cpu(pin: Pin, target: Target, store: WheelStore, progress: Progress) -
             raise OrchError(
                 f"torch {pin.version} for {target} is not to be had: "
                 + ("the index of torch's CPU builds cannot be reached" if unreachable else "no index has it")
-                + ", pip's own settings give no folder or index with it, and a CUDA build is not taken in its place",
-                hint="put the wheel's folder in pip's find-links and its hash in requirements.lock, or use a network",
+                + ", pip's settings name no source that has it, and a CUDA build is not taken for it",
+                hint="put the wheel's folder in pip's find-links and its hash in the lock, or use a network",
             )
         wheel = answer.wheel
-        if pin.hashes and wheel.sha256 in pin.hashes:
-            stated = False
-        else:
-            stated = True
+        stated = wheel.sha256 not in pin.hashes
         again = folder / "named"
         again.mkdir()
         line = f"torch @ {wheel.url.split('#')[0]} --hash=sha256:{wheel.sha256}"
         return store.add(download([line], target, again, progress)[0], said_by_index=stated)
 
 
-def name_wheel(
-    version: str, target: Target, settings: Mapping[str, str], *, backend: bool, files_too: bool
-) -> Named:
-    """What uv says of torch's wheel for a target: where pip looks, or (`backend`) on the index of CPU builds that uv
-    knows by itself.
+def name_wheel(version: str, target: Target, settings: Mapping[str, str], *, backend: bool, files_too: bool) -> Named:
+    """What uv says of torch's wheel for a target.
 
-    A file in a folder has no index to vouch for its hash: it counts only with `files_too`.
+    It looks where pip looks, or (`backend`) on the index of CPU builds that it knows by itself. A file in a
+    folder has no index to vouch for its hash: it counts only with `files_too`.
     """
     argv = [
         workstation_uv(),

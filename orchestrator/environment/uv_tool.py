@@ -26,7 +26,7 @@ OLDEST = Version("0.9")
 
 @dataclass(frozen=True)
 class UvProgram:
-    """A uv program. `local` is a file on this machine that is to be sent; None where the place has its own."""
+    """A uv program. `local` is the file to be sent; None where the place has its own."""
 
     remote: str  # the path there, relative to the place's root where it is sent
     version: str
@@ -59,19 +59,15 @@ def uv_there(facts: Facts) -> UvProgram | None:
 
 
 def uv_to_send(target: Target, store: WheelStore, progress: Progress | None) -> UvProgram | None:
-    """A uv program of this machine's version for the target. Without `progress` nothing is fetched, and the answer
-    is None where it would have to be.
+    """A uv program of this machine's version for the target.
 
-    Raises OrchError where none can be had.
+    Without `progress` nothing is fetched, and the answer is None where it would have to be. Raises OrchError
+    where none can be had.
     """
     version = importlib.metadata.version("uv")
     if _own_fits(target):
         return _described(Path(workstation_uv()), version)
-    kept = (
-        store.root.parent
-        / "uv"
-        / f"{version}-{target.system}-{target.machine}-{(target.libc or ('', ''))[0]}"
-    )
+    kept = store.root.parent / "uv" / f"{version}-{target.system}-{target.machine}-{(target.libc or ('', ''))[0]}"
     program = kept / "uv"
     if not program.exists():
         if progress is None:

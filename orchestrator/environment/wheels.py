@@ -28,13 +28,14 @@ def stored(wanted: Sequence[Pin], target: Target, store: WheelStore) -> tuple[li
 def fetch(wanted: Sequence[Pin], target: Target, store: WheelStore, progress: Progress) -> list[Wheel]:
     """One wheel for each pin, in the same order; only what the store lacks is fetched.
 
-    Raises OrchError: no hash to check by, no network, a file that is not the locked one, no wheel for the target.
+    Raises OrchError: no hash to check by, no network, a file that is not the locked one, no wheel for the
+    target.
     """
     _, missing = stored(wanted, target, store)
     unhashed = [str(pin) for pin in missing if not pin.hashes and not is_cpu_build(pin)]
     if unhashed:
         raise OrchError(
-            f"requirements.lock has no hash for {', '.join(unhashed)}, so what is fetched could not be checked",
+            f"requirements.lock has no hash for {', '.join(unhashed)}: what is fetched could not be checked",
             hint="make the lock anew: python -m orchestrator.environment.lock DIRECTORY",
         )
     ordinary = [pin for pin in missing if not is_cpu_build(pin)]
@@ -45,9 +46,7 @@ def fetch(wanted: Sequence[Pin], target: Target, store: WheelStore, progress: Pr
             for path in download(lines, target, folder, progress):
                 wheel = store.add(path)
                 if wheel.sha256 not in allowed or not fits(wheel.filename, target):
-                    raise WrongHash(
-                        f"{wheel.filename} is not a file that requirements.lock lists for {target}"
-                    )
+                    raise WrongHash(f"{wheel.filename} is not a file that requirements.lock lists for {target}")
     for pin in missing:
         if is_cpu_build(pin):
             fetch_cpu(pin, target, store, progress)

@@ -1,7 +1,8 @@
 """Builds environments at the place: by uv, offline, from wheels that lie here, beside first and then renamed.
 
-An environment is never changed once it has its name. While it is built it is `envs/<id>.tmp-<nonce>`, and whoever
-builds holds the lock of the id, so that others wait for it and what a dead builder left can be told from a live one's.
+An environment is never changed once it has its name. While it is built it is `envs/<id>.tmp-<nonce>`, and
+whoever builds holds the lock of the id, so that others wait for it and what a dead builder left can be told
+from a live one's.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def env_build(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     """Builds the environment `id`, unless it is there or another builder finishes it meanwhile.
 
     `uv` and `python` are programs, `requirements` is text with hashes, `wheels` is a list of {path, filename,
-    sha256}; paths that are not absolute are under the root. `expect` is {"torch": version or null, "cuda": version
-    or null}. `about` goes into the manifest. Answers `how` ("built", "there", "waited"), `path`, `manifest`.
+    sha256}; paths that are not absolute are under the root. `expect` is {"torch": version or null, "cuda":
+    version or null}. `about` goes into the manifest. Answers `how` ("built", "there", "waited"), `path`,
+    `manifest`.
     """
     path = _path(call.root, args["id"])
     manifest = _manifest(path)
@@ -98,10 +100,9 @@ def _manifest(path: str) -> Optional[Dict[str, Any]]:
 
 
 def _lock(path: str, call: Call) -> Tuple[int, bool]:
-    """The id's lock, held, and whether it had to be waited for. Freed by closing, or by the death of all holders."""
-    lock = os.open(
-        os.path.join(os.path.dirname(path), ".locks", os.path.basename(path)), os.O_RDWR | os.O_CREAT, 0o600
-    )
+    """The id's lock, held, and whether it had to be waited for. Freed by closing, or by the death of all
+    holders."""
+    lock = os.open(os.path.join(os.path.dirname(path), ".locks", os.path.basename(path)), os.O_RDWR | os.O_CREAT, 0o600)
     began = told = time.monotonic()
     while True:
         try:
@@ -140,9 +141,7 @@ def _build(path: str, args: Dict[str, Any], call: Call, lock: int) -> Dict[str, 
         for wheel in args["wheels"]:
             source = _there(call.root, wheel["path"])
             if not os.path.isfile(source):
-                raise OpError(
-                    "failed", "the wheel %s is gone from the place: run it again" % wheel["filename"]
-                )
+                raise OpError("failed", "the wheel %s is gone from the place: run it again" % wheel["filename"])
             os.symlink(source, os.path.join(work, "wheels", wheel["filename"]))
         with open(os.path.join(work, "requirements.txt"), "w", encoding="utf-8") as file:
             file.write(args["requirements"])
@@ -157,9 +156,7 @@ def _build(path: str, args: Dict[str, Any], call: Call, lock: int) -> Dict[str, 
             python={"path": args["python"], "version": found["python"]},
             torch=found["torch"],
             distributions=found["distributions"],
-            wheels=[
-                {key: wheel.get(key) for key in ("filename", "sha256", "origin")} for wheel in args["wheels"]
-            ],
+            wheels=[{key: wheel.get(key) for key in ("filename", "sha256", "origin")} for wheel in args["wheels"]],
         )
         with open(os.path.join(temporary, "manifest.json"), "w", encoding="utf-8") as file:
             json.dump(manifest, file, indent=1, sort_keys=True)
@@ -190,8 +187,9 @@ class _Builder:
         self.work = work
         self.temporary = temporary
         self.total = total
-        # Nothing of the caller's UV_*, PIP_* or PYTHON* counts. The cache is the build's own and goes with it: the
-        # files it shares with the environment by hard links are then the environment's alone, and none was copied.
+        # Nothing of the caller's UV_*, PIP_* or PYTHON* counts. The cache is the build's own and goes with
+        # it: the files it shares with the environment by hard links are then the environment's alone, and
+        # none was copied.
         self.environment = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": os.path.join(work, "home"),
@@ -207,9 +205,7 @@ class _Builder:
         }
 
     def tell(self, step: str, seconds: float) -> None:
-        self.call.event(
-            {"step": step, "seconds": round(seconds, 1), "done": self.installed(), "total": self.total}
-        )
+        self.call.event({"step": step, "seconds": round(seconds, 1), "done": self.installed(), "total": self.total})
 
     def installed(self) -> int:
         """How many distributions lie in the new environment."""
@@ -264,9 +260,7 @@ class _Builder:
             argv.append("torch")
         output = self.run("checking", argv, args, SMOKE_LIMIT)
         found = json.loads(output.strip().splitlines()[-1])
-        wanted = {
-            _plain(name) for name in re.findall(r"^([A-Za-z0-9._-]+)==", args["requirements"], re.MULTILINE)
-        }
+        wanted = {_plain(name) for name in re.findall(r"^([A-Za-z0-9._-]+)==", args["requirements"], re.MULTILINE)}
         there = {_plain(entry["name"]) for entry in found["distributions"]}
         if wanted != there:
             raise OpError(
@@ -280,7 +274,7 @@ class _Builder:
             if version != expect["torch"] or torch["cuda"] != expect.get("cuda"):
                 raise OpError(
                     "failed",
-                    "torch %s (CUDA %s) was asked for, and %s (CUDA %s) is what the wheel holds; nothing was kept"
+                    "torch %s (CUDA %s) was asked for, and the wheel holds %s (CUDA %s); nothing was kept"
                     % (
                         expect["torch"],
                         expect.get("cuda") or "none",
@@ -316,9 +310,7 @@ class _Builder:
                     spent = time.monotonic() - began
                     if spent > limit:
                         _end(child)
-                        raise OpError(
-                            "failed", "%s took longer than %d s and was given up" % (step, limit)
-                        ) from None
+                        raise OpError("failed", "%s took longer than %d s and was given up" % (step, limit)) from None
                     self.tell(step, spent)
         finally:
             _end(child)
@@ -337,12 +329,10 @@ class _Builder:
             return OpError("failed", "%s was interrupted (signal %d); nothing was kept" % (step, -status))
         lines = [line.strip() for line in said.splitlines() if line.strip()]
         last = lines[-1] if step == "checking" else " ".join(lines)
-        return OpError(
-            "failed", "%s the environment failed: %s; nothing was kept" % (step, last[:1000] or "no word")
-        )
+        return OpError("failed", "%s the environment failed: %s; nothing was kept" % (step, last[:1000] or "no word"))
 
     def wrong_hash(self, said: str, args: Dict[str, Any]) -> str:
-        """Finds the file that is not what it should be, and removes it, so that the next try brings it anew."""
+        """Names the file that is not what it should be, and removes it: the next try brings it anew."""
         wrong = []
         for wheel in args["wheels"]:
             source = _there(self.call.root, wheel["path"])
@@ -404,9 +394,7 @@ def _full(path: str) -> OpError:
         free = "%d MB free" % (shutil.disk_usage(folder).free >> 20)
     except OSError:
         free = "free space unknown"
-    return OpError(
-        "failed", "the disk at %s is full (%s while it was built); nothing was kept" % (folder, free)
-    )
+    return OpError("failed", "the disk at %s is full (%s while it was built); nothing was kept" % (folder, free))
 
 
 def _named(error: OSError, path: str) -> OpError:
