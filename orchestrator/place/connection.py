@@ -31,6 +31,9 @@ class Channel(Protocol):
     def stderr(self) -> bytes:
         """What came so far, the last 64 KiB of it."""
 
+    def stderr_ended(self, timeout: float) -> bool:
+        """Whether stderr has come to its end, and been handed on, within `timeout` seconds."""
+
     def wait(self, timeout: float) -> int | None:
         """The exit status, 128 + n for signal n; None where it is not known: lost, or `timeout` seconds passed."""
 

@@ -22,21 +22,28 @@ class ContainerModel(Protocol):
     def id(self) -> str: ...
 
 
-def wrap(container: ContainerModel, argv: Sequence[str], keep_env_option: bool = True) -> list[str]:
-    """`argv` run inside. The host's environment stays outside, where the host's pct can do that: with
-    `keep_env_option` false the option is left out, for a pct older than it."""
+# Hosts whose pct is older than --keep-env (pve-container 5.0.9), as found out by this process.
+_without_keep_env: set[str] = set()
+
+
+def wrap(container: ContainerModel, argv: Sequence[str], host: str) -> list[str]:
+    """`argv` run inside. The host's environment stays outside, where the host's pct can do that."""
     if container.kind == "pct":
         # Both are needed: pct looks for options anywhere before the --.
-        option = ["--keep-env", "0"] if keep_env_option else []
+        option = [] if host in _without_keep_env else ["--keep-env", "0"]
         return ["pct", "exec", container.id, *option, "--", *argv]
     if container.kind == "lxc":
         return ["lxc-attach", "-n", container.id, "--clear-env", "--", *argv]
     raise UsageError(f"containers of kind {container.kind!r} are not supported: pct or lxc")
 
 
-def lacks_keep_env(stderr: str) -> bool:
-    """Whether this pct is too old for --keep-env (it came with pve-container 5.0.9)."""
-    return "Unknown option: keep-env" in stderr
+def learn_keep_env(host: str, stderr: str) -> bool:
+    """Whether this stderr tells, for the first time, that the host's pct does not know --keep-env: it is then called
+    without, and the environment that comes in has to be lived with."""
+    if "Unknown option: keep-env" not in stderr or host in _without_keep_env:
+        return False
+    _without_keep_env.add(host)
+    return True
 
 
 @dataclass(frozen=True)
@@ -132,10 +139,6 @@ FAILURES = (
 
 def classify(stderr: str, place: str, host: str, container: ContainerModel) -> OrchError | None:
     """What stopped the way into a container, or None where its texts do not say. Pure."""
-    if lacks_keep_env(stderr) and container.kind == "pct":
-        return Unreachable(
-            f"the pct on {host} does not understand how it is called (Unknown option: keep-env)"
-        )
     for failure in FAILURES:
         found = re.search(failure.pattern, stderr)
         if found:

@@ -22,13 +22,13 @@ def script(name: str) -> str:
     return (resources.files("orchestrator.remote") / f"{name}.sh").read_text("ascii")
 
 
-def command(place: Place, nonce: str, digest: str, size: int, keep_env_option: bool = True) -> list[str]:
+def command(place: Place, nonce: str, digest: str, size: int) -> list[str]:
     """The argv for the host: host.sh, then the way into the container, then enter.sh. Values go by position only."""
     container = place.container
     enter = ["sh", "-c", script("enter"), "orch-enter", nonce, digest, str(size), place.root or ""]
     enter.append(place.host.python or "")
     if container is not None:
-        enter = wrap(container, enter, keep_env_option)
+        enter = wrap(container, enter, place.host.name)
     kind, name = (container.kind, container.id) if container is not None else ("none", "none")
     return ["sh", "-c", script("host"), "orch-host", nonce, kind, name, "--", *enter]
 
@@ -172,8 +172,7 @@ def failed(place: Place, greet: Greeting) -> OrchError:
     system = (greet.first("enter.system") or "").strip('"')
     return OrchError(
         f"there is no Python ≥ 3.8 in {place.name}{found}{what}" + (f"; it runs {system}" if system else ""),
-        (f"install one there: {install}" if install else "install one there")
-        + ", or set python: in hosts.yaml",
+        (f"install one there: {install}" if install else "install one there") + ", or set python: in hosts.yaml",
     )
 
 

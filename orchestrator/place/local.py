@@ -66,6 +66,10 @@ class LocalChannel:
     def stderr(self) -> bytes:
         return self._tail.get()
 
+    def stderr_ended(self, timeout: float) -> bool:
+        self._drain.join(timeout)
+        return not self._drain.is_alive()
+
     def wait(self, timeout: float) -> int | None:
         try:
             status = self._child.wait(timeout)

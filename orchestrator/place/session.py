@@ -16,7 +16,7 @@ from orchestrator.config.models import Place
 from orchestrator.errors import ConnectionLost, NotFound, OrchError, Refused, Unreachable, UsageError
 from orchestrator.place import greeting
 from orchestrator.place.connection import Channel, Connection, command_line
-from orchestrator.place.container import lacks_keep_env
+from orchestrator.place.container import learn_keep_env
 from orchestrator.remote import frames, zipapp
 
 # Seconds of silence until the place has said its first word, and between that and the server's hello.
@@ -55,9 +55,7 @@ class Reply:
 class Session:
     """One kept-open `serve` at a place. Not for use by several threads at once."""
 
-    def __init__(
-        self, place: Place, connection: Connection, channel: Channel, hello: Hello, decoder: Incoming
-    ) -> None:
+    def __init__(self, place: Place, connection: Connection, channel: Channel, hello: Hello, decoder: Incoming) -> None:
         self.place = place
         self.hello = hello
         self.root = str(hello.container["root"])
@@ -221,10 +219,6 @@ def connect(place: Place) -> Connection:
     return connect_ssh(place.host)
 
 
-# Hosts whose pct does not know --keep-env, found out once a process.
-_without_keep_env: set[str] = set()
-
-
 def open_session(place: Place, connect: Connect = connect) -> Session:
     """Connects and starts the server at the place: one connection, one remote command.
 
@@ -260,9 +254,7 @@ def _greet(place: Place, connection: Connection, channel: Channel, nonce: str, a
         if not data:
             status = channel.wait(LAST_WORDS)
             stderr = channel.stderr().decode("utf-8", "replace")
-            older = place.container is not None and place.host.name not in _without_keep_env
-            if older and lacks_keep_env(stderr):
-                _without_keep_env.add(place.host.name)
+            if place.container is not None and learn_keep_env(place.host.name, stderr):
                 return None
             raise greeting.ended(place, greet, status, stderr)
         greet.feed(data)
@@ -281,9 +273,7 @@ def _greet(place: Place, connection: Connection, channel: Channel, nonce: str, a
             f"the server at {place.name} started but did not say hello ({error or 'silence'})"
         ) from None
     if frame is None or "hello" not in frame[0]:
-        raise Unreachable(
-            f"the server at {place.name} ended at once: {last_words(channel) or 'no reason given'}"
-        )
+        raise Unreachable(f"the server at {place.name} ended at once: {last_words(channel) or 'no reason given'}")
     hello = Hello(greet.host_facts(), frame[0]["hello"]["container"])
     session = Session(place, connection, channel, hello, incoming)
     session.bytes_sent = greet.sent and len(app)
@@ -294,17 +284,13 @@ def _send_app(place: Place, channel: Channel, app: bytes) -> None:
     try:
         channel.send(app)
     except ConnectionLost as error:
-        raise ConnectionLost(
-            f"the connection to {place.name} was lost at the start: {error.message}"
-        ) from None
+        raise ConnectionLost(f"the connection to {place.name} was lost at the start: {error.message}") from None
 
 
 def line(place: Place, nonce: str, digest: str, size: int) -> list[str]:
     """The one remote command. Raises UsageError where a setting does not survive the way."""
     try:
-        argv = greeting.command(
-            place, nonce, digest, size, keep_env_option=place.host.name not in _without_keep_env
-        )
+        argv = greeting.command(place, nonce, digest, size)
         command_line(argv)
     except ValueError as error:
         raise UsageError(f"{place.name}: root and python must be plain ASCII ({error})") from None

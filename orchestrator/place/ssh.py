@@ -7,6 +7,7 @@ its configuration (files, environment variables, SSH configuration) is read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import subprocess
@@ -134,8 +135,7 @@ def connect(host: Host, route: Route | None = None) -> SshConnection:
     Raises Unreachable, Refused (host keys), UsageError (SSH configuration).
     """
     assert host.ssh is not None
-    # What paramiko logs of itself are tracebacks, for failures that are told here in a sentence.
-    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
+    quiet_paramiko()
     way = route or resolve(host.ssh)
     retrying = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(ATTEMPTS),
@@ -147,6 +147,33 @@ def connect(host: Host, route: Route | None = None) -> SshConnection:
         return retrying(_connect_once, host.name, way)
     except Transient as error:
         raise Unreachable(str(error)) from None
+
+
+def offered_key(name: str, route: Route) -> known_hosts.HostKey:
+    """The host key at the end of a route, unjudged; hops on the way are judged. Raises what `connect` raises."""
+    quiet_paramiko()
+    closing: list[Any] = []
+    transport: paramiko.Transport | None = None
+    try:
+        transport = _transport(_socket(name, route, closing), route, {})
+        transport.banner_timeout = BANNER
+        transport.start_client(timeout=AUTH)
+        key = transport.get_remote_server_key()
+        return known_hosts.HostKey(key.get_name(), key.asbytes())
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        failure = _no_session(route, Keys(route), error, closing)
+        raise failure if isinstance(failure, OrchError) else Unreachable(str(failure)) from None
+    except Transient as error:
+        raise Unreachable(str(error)) from None
+    finally:
+        if transport is not None:
+            transport.close()
+        shut(None, closing)
+
+
+def quiet_paramiko() -> None:
+    """What paramiko logs of itself are tracebacks, for failures that are told here in a sentence."""
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 
 def _connect_once(name: str, route: Route) -> SshConnection:
@@ -161,13 +188,7 @@ def _connect_once(name: str, route: Route) -> SshConnection:
 
 def _fabric(name: str, route: Route, closing: list[Any]) -> fabric.Connection:
     """An open fabric connection along a route; what has to be closed after it is put into `closing`, last first."""
-    if route.jump is not None:
-        through = _fabric(name, replace_timeout(route.jump, route), closing)
-        sock: Any = _forward(through, route)
-    elif route.proxy_command is not None:
-        sock = _proxy(route.proxy_command, closing)
-    else:
-        sock = _dial(route)
+    sock = _socket(name, route, closing)
     keys = Keys(route)
     connection = fabric.Connection(
         host=route.hostname,
@@ -198,11 +219,15 @@ def _fabric(name: str, route: Route, closing: list[Any]) -> fabric.Connection:
     return connection
 
 
-def replace_timeout(jump: Route, route: Route) -> Route:
-    """A hop is given the time that its target is given."""
-    from dataclasses import replace
-
-    return replace(jump, connect_timeout=route.connect_timeout)
+def _socket(name: str, route: Route, closing: list[Any]) -> Any:
+    """What SSH to the end of a route is spoken over."""
+    if route.jump is not None:
+        # A hop is given the time that its target is given.
+        hop = dataclasses.replace(route.jump, connect_timeout=route.connect_timeout)
+        return _forward(_fabric(name, hop, closing), route)
+    if route.proxy_command is not None:
+        return _proxy(route.proxy_command, closing)
+    return _dial(route)
 
 
 def _config() -> fabric.Config:
@@ -229,9 +254,7 @@ def _dial(route: Route) -> socket.socket:
         found = socket.getaddrinfo(route.hostname, route.port, route.family, socket.SOCK_STREAM)
     except socket.gaierror as error:
         if error.errno == socket.EAI_AGAIN:
-            raise Transient(
-                f"the name {route.hostname} cannot be looked up just now ({error.strerror})"
-            ) from None
+            raise Transient(f"the name {route.hostname} cannot be looked up just now ({error.strerror})") from None
         raise Unreachable(
             f"the name {route.hostname} is not known ({error.strerror}): check host: in hosts.yaml"
         ) from None
@@ -260,9 +283,7 @@ def _proxy(command: str, closing: list[Any]) -> socket.socket:
     """The near end of a ProxyCommand. A socket pair, so that its end is noticed, which paramiko's own does not."""
     ours, theirs = socket.socketpair()
     with theirs:
-        child = subprocess.Popen(
-            ["sh", "-c", f"exec {command}"], stdin=theirs, stdout=theirs, start_new_session=True
-        )
+        child = subprocess.Popen(["sh", "-c", f"exec {command}"], stdin=theirs, stdout=theirs, start_new_session=True)
     closing.append(child)
     return ours
 
@@ -299,9 +320,7 @@ def _no_session(route: Route, keys: Keys, error: Exception, closing: list[Any]) 
             "in the agent, name the right one",
             "identity_file: in hosts.yaml, or IdentitiesOnly yes in the SSH configuration",
         )
-    children = [
-        thing for thing in closing if isinstance(thing, subprocess.Popen) and thing.poll() is not None
-    ]
+    children = [thing for thing in closing if isinstance(thing, subprocess.Popen) and thing.poll() is not None]
     if children:
         return Unreachable(f"the ProxyCommand to {to} ended with status {children[0].returncode}")
     if isinstance(error, TimeoutError) or "timeout" in words.lower():

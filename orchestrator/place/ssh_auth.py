@@ -82,11 +82,7 @@ class Keys(AuthStrategy):
         except ValueError as error:
             # cryptography says it this way of its own formats
             needs = "passphrase" in str(error).lower() or "password" in str(error).lower()
-            why = (
-                f"needs a passphrase (ssh-add {path} gives it to the agent)"
-                if needs
-                else f"cannot be read: {error}"
-            )
+            why = f"needs a passphrase (ssh-add {path} gives it to the agent)" if needs else f"cannot be read: {error}"
             self.notes.append(f"{path} {why}")
         except Exception as error:  # many libraries read keys, each with errors of its own
             self.notes.append(f"{path} cannot be read: {error or type(error).__name__}")

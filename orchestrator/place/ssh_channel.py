@@ -18,9 +18,7 @@ class SshChannel:
     """A paramiko channel whose stderr is drained by a thread: both streams share one window, so that a stderr
     which nobody reads would stop stdout too."""
 
-    def __init__(
-        self, channel: paramiko.Channel, host: str, dead: threading.Event, on_stderr: OnStderr | None
-    ) -> None:
+    def __init__(self, channel: paramiko.Channel, host: str, dead: threading.Event, on_stderr: OnStderr | None) -> None:
         self._channel = channel
         self._host = host
         self._dead = dead
@@ -66,9 +64,7 @@ class SshChannel:
     def read(self, timeout: float) -> bytes:
         end = time.monotonic() + timeout
         while True:
-            if timeout <= 0 and not (
-                self._channel.recv_ready() or self._channel.eof_received or self._channel.closed
-            ):
+            if timeout <= 0 and not (self._channel.recv_ready() or self._channel.eof_received or self._channel.closed):
                 raise TimeoutError
             try:
                 return self._channel.recv(8 * CHUNK)
@@ -80,6 +76,10 @@ class SshChannel:
 
     def stderr(self) -> bytes:
         return self._tail.get()
+
+    def stderr_ended(self, timeout: float) -> bool:
+        self._drain.join(timeout)
+        return not self._drain.is_alive()
 
     def wait(self, timeout: float) -> int | None:
         end = time.monotonic() + timeout

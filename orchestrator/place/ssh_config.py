@@ -26,16 +26,68 @@ MOST_JUMPS = 8
 
 # What the fallback understands, and what it may pass over since it does not change where and as whom one arrives.
 UNDERSTOOD = frozenset(
-    "host match hostname user port identityfile identitiesonly identityagent userknownhostsfile globalknownhostsfile"
-    " hashknownhosts proxyjump proxycommand hostkeyalias connecttimeout addressfamily".split()
+    [
+        "host",
+        "match",
+        "hostname",
+        "user",
+        "port",
+        "identityfile",
+        "identitiesonly",
+        "identityagent",
+        "userknownhostsfile",
+        "globalknownhostsfile",
+        "hashknownhosts",
+        "proxyjump",
+        "proxycommand",
+        "hostkeyalias",
+        "connecttimeout",
+        "addressfamily",
+    ]
 )
 PASSED_OVER = frozenset(
-    "addkeystoagent batchmode checkhostip compression connectionattempts controlmaster controlpath controlpersist"
-    " enableescapecommandline escapechar exitonforwardfailure fingerprinthash forwardagent forwardx11 forwardx11trusted"
-    " ignoreunknown ipqos localforward loglevel numberofpasswordprompts passwordauthentication permitlocalcommand"
-    " preferredauthentications pubkeyauthentication remoteforward requesttty sendenv serveralivecountmax"
-    " serveraliveinterval setenv stricthostkeychecking tcpkeepalive updatehostkeys usekeychain verifyhostkeydns"
-    " visualhostkey gssapiauthentication gssapidelegatecredentials kbdinteractiveauthentication xauthlocation".split()
+    [
+        "addkeystoagent",
+        "batchmode",
+        "checkhostip",
+        "compression",
+        "connectionattempts",
+        "controlmaster",
+        "controlpath",
+        "controlpersist",
+        "enableescapecommandline",
+        "escapechar",
+        "exitonforwardfailure",
+        "fingerprinthash",
+        "forwardagent",
+        "forwardx11",
+        "forwardx11trusted",
+        "ignoreunknown",
+        "ipqos",
+        "localforward",
+        "loglevel",
+        "numberofpasswordprompts",
+        "passwordauthentication",
+        "permitlocalcommand",
+        "preferredauthentications",
+        "pubkeyauthentication",
+        "remoteforward",
+        "requesttty",
+        "sendenv",
+        "serveralivecountmax",
+        "serveraliveinterval",
+        "setenv",
+        "stricthostkeychecking",
+        "tcpkeepalive",
+        "updatehostkeys",
+        "usekeychain",
+        "verifyhostkeydns",
+        "visualhostkey",
+        "gssapiauthentication",
+        "gssapidelegatecredentials",
+        "kbdinteractiveauthentication",
+        "xauthlocation",
+    ]
 )
 
 
@@ -128,15 +180,11 @@ def ask_openssh(
             [*argv, "--", alias], stdin=subprocess.DEVNULL, capture_output=True, timeout=BOUND, check=False
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"the SSH configuration for {alias} took ssh -G more than {BOUND:.0f} s to read"
-        ) from None
+        raise UsageError(f"the SSH configuration for {alias} took ssh -G more than {BOUND:.0f} s to read") from None
     if done.returncode:
         why = done.stderr.decode("utf-8", "replace").strip().splitlines()
         # The first line names the file and the line in it; the last only says that it was terminated.
-        raise UsageError(
-            f"OpenSSH refuses its configuration for {alias}: {why[0] if why else 'no reason given'}"
-        )
+        raise UsageError(f"OpenSSH refuses its configuration for {alias}: {why[0] if why else 'no reason given'}")
     words: dict[str, list[str]] = {}
     for line in done.stdout.decode("utf-8", "replace").splitlines():
         key, _, value = line.partition(" ")
@@ -236,9 +284,7 @@ def settle(words: Mapping[str, Sequence[str]], alias: str, user: str | None, por
         identities_only=(first(words, "identitiesonly") or "no") in ("yes", "true"),
         agent=_agent(first(words, "identityagent"), expand),
         known_hosts=paths("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2"),
-        global_known_hosts=paths(
-            "globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
-        ),
+        global_known_hosts=paths("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"),
         hash_known_hosts=(first(words, "hashknownhosts") or "no") in ("yes", "true"),
         host_key_alias=alias_of_key,
         family=families.get((first(words, "addressfamily") or "any").lower(), socket.AF_UNSPEC),

@@ -45,7 +45,8 @@ def gather(root: str) -> Dict[str, Any]:
             versions.ask(path, TOOLS[name])
     known = versions.answers()
     own = {"path": sys.executable, "version": platform.python_version()}
-    found = [{"path": path, "version": known[path]} for path in pythons if known.get(path)]
+    others = [path for path in pythons if os.path.realpath(path) != os.path.realpath(sys.executable)]
+    found = [{"path": path, "version": known[path]} for path in others if new_enough(known.get(path))]
     return {
         "uid": os.getuid(),
         "user": user,
@@ -64,7 +65,7 @@ def gather(root: str) -> Dict[str, Any]:
         "memory_current": _or_none(memory_current),
         "disk_free": _or_none(lambda: disk_free(root)),
         "python": own,
-        "pythons": found if any(p["path"] == own["path"] for p in found) else [own, *found],
+        "pythons": [own, *found],
         "tools": {name: _tool(path, known) for name, path in tools.items()},
     }
 
@@ -106,9 +107,7 @@ def libc() -> Optional[List[str]]:
         return [name, version]
     for loader in glob.glob("/lib/ld-musl-*.so.1"):
         # musl's loader, run by itself, says its version on stderr and exits 1
-        done = subprocess.run(
-            [loader], stdin=subprocess.DEVNULL, capture_output=True, timeout=BOUND, check=False
-        )
+        done = subprocess.run([loader], stdin=subprocess.DEVNULL, capture_output=True, timeout=BOUND, check=False)
         found = re.search(rb"^Version (\S+)", done.stderr, re.M)
         return ["musl", found.group(1).decode("ascii") if found else ""]
     return None
@@ -197,6 +196,12 @@ def find_pythons(root: str) -> List[str]:
 
 def _in_venv(folder: str) -> bool:
     return os.path.exists(os.path.join(os.path.dirname(folder), "pyvenv.cfg"))
+
+
+def new_enough(version: Optional[str]) -> bool:
+    """Whether this is a Python that environments can be built with."""
+    match = re.match(r"3\.(\d+)", version or "")
+    return match is not None and int(match.group(1)) >= OLDEST
 
 
 class Versions:

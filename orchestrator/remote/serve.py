@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
-from . import facts, files, frames
+from . import environment, facts, files, frames, probe, runs
 from .frames import OpError
 
 Answer = Union[Dict[str, Any], Tuple[Dict[str, Any], bytes]]
@@ -211,17 +211,8 @@ def sentence(error: BaseException, op: str, root: str) -> str:
 
 def tables() -> Dict[str, Op]:
     """Every operation that this program has."""
-    import importlib
-
     ops: Dict[str, Op] = {}
-    modules = [files, facts]
-    for name in ("environment", "runs", "probe"):
-        try:
-            modules.append(importlib.import_module("." + name, __package__))
-        except ModuleNotFoundError as error:
-            if error.name is None or not error.name.endswith("." + name):
-                raise
-    for module in modules:
+    for module in (environment, facts, files, probe, runs):
         for name, op in module.OPS.items():
             if name in ops:
                 raise RuntimeError("two operations are called %r" % name)
