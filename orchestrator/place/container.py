@@ -113,7 +113,7 @@ FAILURES = (
         "{host} has no lxc-attach: LXC is not installed there",
     ),
     Failure(
-        r"lxc-attach: .*(?:[Pp]ermission denied|Operation not permitted|Insufficent privileges|Insufficient privileges)",
+        r"lxc-attach: .*(?:[Pp]ermission denied|Operation not permitted|Insuffici?ent privileges)",
         Unreachable,
         "entering the container {id} on {host} needs root: log in as root there (ssh: user: root in hosts.yaml)",
     ),

@@ -177,14 +177,20 @@ class _Run:
         out, err = Marked(nonce), Marked(nonce)
         line = command(self._place, argv, nonce)
         self._over.clear()
-        channel = self._connection.open(line, lambda data: self._write(self._stderr, err.feed(data)))
+
+        def on_stderr(data: bytes) -> None:
+            self._write(self._stderr, err.feed(data))
+
+        channel = self._connection.open(line, on_stderr)
         pump = threading.Thread(target=self._pump, args=(channel,), daemon=True)
         try:
             pump.start()
             self._copy(channel, out, err)
             if out.status is not None or err.status is not None:
                 return out.status if out.status is not None else err.status
-            return self._failed(channel, out, err)
+            if self._older_pct(err):
+                return None
+            raise self._failed(channel, out, err)
         finally:
             self._over.set()
             channel.close()
@@ -212,21 +218,26 @@ class _Run:
             pass
         self._write(self._stderr, err.rest())
 
-    def _failed(self, channel: Channel, out: Marked, err: Marked) -> None:
-        name = self._place.name
-        if out.begun or err.begun:
-            raise ConnectionLost(f"the connection to {name} is lost: whether the command there goes on is unknown")
-        text = err.before.get().decode("utf-8", "replace")
-        if self._place.container is not None and learn_keep_env(self._place.host.name, text):
-            return None
-        greet = greeting.Greeting("")
-        greet.lines = 1  # the host was reached: a container's own words count
-        raise greeting.ended(self._place, greet, channel.wait(1.0), text)
+    def _older_pct(self, err: Marked) -> bool:
+        container, text = self._place.container, err.before.get().decode("utf-8", "replace")
+        return not err.begun and container is not None and learn_keep_env(self._place.host.name, text)
 
-    def _silent(self) -> Unreachable:
+    def _failed(self, channel: Channel, out: Marked, err: Marked) -> OrchError:
+        if out.begun or err.begun:
+            return ConnectionLost(
+                f"the connection to {self._place.name} is lost: whether the command there goes on is unknown"
+            )
+        text = err.before.get().decode("utf-8", "replace")
+        return greeting.ended(self._place, self._greeted(), channel.wait(1.0), text)
+
+    def _greeted(self) -> greeting.Greeting:
+        """As if the host had spoken: what stands on stderr is then the container's way in."""
         greet = greeting.Greeting("")
         greet.lines = 1
-        return greeting.silent(self._place, greet, BEGIN)
+        return greet
+
+    def _silent(self) -> Unreachable:
+        return greeting.silent(self._place, self._greeted(), BEGIN)
 
     def _pump(self, channel: Channel) -> None:
         """Streams stdin; it waits for the command to begin, so that a second attempt finds it untouched."""

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from orchestrator.config.models import Place
-from orchestrator.errors import ConnectionLost, OrchError, Unreachable
+from orchestrator.errors import ConnectionLost, OrchError, Unreachable, UsageError
 from orchestrator.place.container import classify, foreign_shell, wrap
 from orchestrator.remote import zipapp
 
@@ -126,8 +126,8 @@ def silent(place: Place, greet: Greeting, seconds: float) -> Unreachable:
     if not greet.entered and place.container is not None:
         tool = "pct exec" if place.container.kind == "pct" else "lxc-attach"
         return Unreachable(
-            f"{tool} {place.container.id} on {place.host.name} gave no answer for {seconds:.0f} s: the container may be "
-            "frozen by a backup, or the cluster file system may hang",
+            f"{tool} {place.container.id} on {place.host.name} gave no answer for {seconds:.0f} s: the container "
+            "may be frozen by a backup, or the cluster file system may hang",
             f"ssh {place.host.name} pct status {place.container.id} --verbose" if tool == "pct exec" else "",
         )
     return ConnectionLost(f"{place.name} stopped answering for {seconds:.0f} s while its server started")
@@ -140,6 +140,10 @@ def ended(place: Place, greet: Greeting, status: int | None, stderr: str) -> Orc
         if error is not None:
             return error
     if greet.lines and not greet.entered and place.container is not None:
+        if "host.missing" in greet.facts:
+            return UsageError(
+                f"{place.host.name} has no container {place.container.id}", f"ssh {place.host.name} lxc-ls"
+            )
         known = classify(stderr, place.name, place.host.name, place.container)
         if known is not None:
             return known

@@ -67,7 +67,8 @@ def trust(
     fixed = [entry for entry in good if entry.path not in route.known_hosts]
     if fixed:
         raise Refused(
-            f"another key of {route.address} is recorded in {fixed[0].path}:{fixed[0].line}, which is not yours to change"
+            f"another key of {route.address} is recorded in {fixed[0].path}:{fixed[0].line}, "
+            "which is not the user's own file: take it out there"
         )
     if not route.known_hosts:
         raise UsageError(
@@ -111,8 +112,9 @@ def remove_lines(path: Path, numbers: set[int]) -> None:
     lines = old.splitlines(keepends=True)
     kept = b"".join(line for number, line in enumerate(lines, 1) if number not in numbers)
     mode = real.stat().st_mode & 0o7777
-    real.with_name(real.name + ".old").write_bytes(old)
-    os.chmod(real.with_name(real.name + ".old"), mode)
+    backup = real.with_name(real.name + ".old")
+    backup.write_bytes(old)
+    backup.chmod(mode)
     fd, temporary = tempfile.mkstemp(prefix=real.name, dir=real.parent)
     with os.fdopen(fd, "wb") as file:
         file.write(kept)

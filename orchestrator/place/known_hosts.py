@@ -158,7 +158,7 @@ def line_for(key: HostKey, recorded_as: str, hashed: bool) -> str:
 
 
 def append(path: Path, line: str) -> None:
-    """Adds one line, in one write; the file is made, readable by the user alone, where it is missing. Raises OSError."""
+    """Adds one line, in one write; a missing file is made, readable by the user alone. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:

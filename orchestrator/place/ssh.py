@@ -283,7 +283,9 @@ def _proxy(command: str, closing: list[Any]) -> socket.socket:
     """The near end of a ProxyCommand. A socket pair, so that its end is noticed, which paramiko's own does not."""
     ours, theirs = socket.socketpair()
     with theirs:
-        child = subprocess.Popen(["sh", "-c", f"exec {command}"], stdin=theirs, stdout=theirs, start_new_session=True)
+        child = subprocess.Popen(
+            ["sh", "-c", f"exec {command}"], stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+        )
     closing.append(child)
     return ours
 
@@ -316,8 +318,8 @@ def _no_session(route: Route, keys: Keys, error: Exception, closing: list[Any]) 
     words = _words(error)
     if keys.tried:
         return Unreachable(
-            f"{to} ended the connection after {keys.tried} key{'s' if keys.tried > 1 else ''} ({words}): with many keys "
-            "in the agent, name the right one",
+            f"{to} ended the connection after {keys.tried} key{'s' if keys.tried > 1 else ''} ({words}): "
+            "with many keys in the agent, name the right one",
             "identity_file: in hosts.yaml, or IdentitiesOnly yes in the SSH configuration",
         )
     children = [thing for thing in closing if isinstance(thing, subprocess.Popen) and thing.poll() is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ class Keys(AuthStrategy):
         self.route = route
         self.notes: list[str] = []
         self.tried = 0
-        self._agent: AgentSSH | None = None
+        self._agent: Any = None
 
     def get_sources(self) -> Iterator[AuthSource]:
         """Agent keys that a configured file names, the other agent keys, then key files."""
@@ -61,7 +62,7 @@ class Keys(AuthStrategy):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(AGENT_BOUND)
         # paramiko's own Agent looks at SSH_AUTH_SOCK only, and waits without a bound.
-        agent = AgentSSH()
+        agent: Any = AgentSSH()
         try:
             connection.connect(self.route.agent)
             agent._connect(connection)
@@ -70,7 +71,8 @@ class Keys(AuthStrategy):
             connection.close()
             return ()
         self._agent = agent
-        return agent.get_keys()
+        keys: tuple[AgentKey, ...] = agent.get_keys()
+        return keys
 
     def _load(self, path: Path) -> paramiko.PKey | None:
         if path.name.endswith(".pub") and not path.name.endswith("-cert.pub"):
@@ -91,8 +93,6 @@ class Keys(AuthStrategy):
 
 def public_blob(path: Path) -> bytes | None:
     """The public half of an identity file, out of its .pub; None where there is none to read."""
-    import base64
-
     public = path if path.name.endswith(".pub") else path.with_name(path.name + ".pub")
     try:
         return base64.b64decode(public.read_text("utf-8", "replace").split()[1])

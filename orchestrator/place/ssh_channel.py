@@ -49,7 +49,7 @@ class SshChannel:
         try:
             while view:
                 try:
-                    view = view[self._channel.send(view[:CHUNK]) :]
+                    view = view[self._channel.send(bytes(view[:CHUNK])) :]
                     end = time.monotonic() + SEND_TIMEOUT
                 except TimeoutError:
                     if time.monotonic() > end:
@@ -97,6 +97,7 @@ class SshChannel:
     def _why(self) -> str:
         if self._dead.is_set():
             return f"{self._host} does not answer any more"
-        if self._channel.transport.is_active():
+        transport = self._channel.get_transport()
+        if transport.is_active():
             return f"the command on {self._host} reads no more"
         return f"the connection to {self._host} is lost"

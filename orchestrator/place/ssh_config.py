@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config.models import Ssh
 from orchestrator.errors import UsageError
@@ -25,69 +26,17 @@ BOUND = 10.0
 MOST_JUMPS = 8
 
 # What the fallback understands, and what it may pass over since it does not change where and as whom one arrives.
-UNDERSTOOD = frozenset(
-    [
-        "host",
-        "match",
-        "hostname",
-        "user",
-        "port",
-        "identityfile",
-        "identitiesonly",
-        "identityagent",
-        "userknownhostsfile",
-        "globalknownhostsfile",
-        "hashknownhosts",
-        "proxyjump",
-        "proxycommand",
-        "hostkeyalias",
-        "connecttimeout",
-        "addressfamily",
-    ]
+UNDERSTOOD = (
+    "host match hostname user port identityfile identitiesonly identityagent userknownhostsfile "
+    "globalknownhostsfile hashknownhosts proxyjump proxycommand hostkeyalias connecttimeout addressfamily"
 )
-PASSED_OVER = frozenset(
-    [
-        "addkeystoagent",
-        "batchmode",
-        "checkhostip",
-        "compression",
-        "connectionattempts",
-        "controlmaster",
-        "controlpath",
-        "controlpersist",
-        "enableescapecommandline",
-        "escapechar",
-        "exitonforwardfailure",
-        "fingerprinthash",
-        "forwardagent",
-        "forwardx11",
-        "forwardx11trusted",
-        "ignoreunknown",
-        "ipqos",
-        "localforward",
-        "loglevel",
-        "numberofpasswordprompts",
-        "passwordauthentication",
-        "permitlocalcommand",
-        "preferredauthentications",
-        "pubkeyauthentication",
-        "remoteforward",
-        "requesttty",
-        "sendenv",
-        "serveralivecountmax",
-        "serveraliveinterval",
-        "setenv",
-        "stricthostkeychecking",
-        "tcpkeepalive",
-        "updatehostkeys",
-        "usekeychain",
-        "verifyhostkeydns",
-        "visualhostkey",
-        "gssapiauthentication",
-        "gssapidelegatecredentials",
-        "kbdinteractiveauthentication",
-        "xauthlocation",
-    ]
+PASSED_OVER = (
+    "addkeystoagent batchmode checkhostip compression connectionattempts controlmaster controlpath controlpersist "
+    "enableescapecommandline escapechar exitonforwardfailure fingerprinthash forwardagent forwardx11 "
+    "forwardx11trusted gssapiauthentication gssapidelegatecredentials ignoreunknown ipqos kbdinteractiveauthentication "
+    "localforward loglevel numberofpasswordprompts passwordauthentication permitlocalcommand preferredauthentications "
+    "pubkeyauthentication remoteforward requesttty sendenv serveralivecountmax serveraliveinterval setenv "
+    "stricthostkeychecking tcpkeepalive updatehostkeys usekeychain verifyhostkeydns visualhostkey xauthlocation"
 )
 
 
@@ -204,7 +153,8 @@ def read_without_openssh(config: Path, alias: str) -> dict[str, list[str]]:
         found = paramiko.SSHConfig.from_text(text).lookup(alias)
     except paramiko.ConfigParseError as error:
         raise UsageError(f"{config} cannot be read: {error}") from None
-    return {key: value if isinstance(value, list) else [str(value)] for key, value in found.items()}
+    words: dict[str, Any] = dict(found)  # IdentityFile is a list, all others are text
+    return {key: value if isinstance(value, list) else [str(value)] for key, value in words.items()}
 
 
 def refuse_unsupported(text: str, name: str) -> None:
@@ -212,7 +162,7 @@ def refuse_unsupported(text: str, name: str) -> None:
     for number, line in enumerate(text.splitlines(), 1):
         found = re.match(r"\s*([A-Za-z0-9]+)", line)
         word = found.group(1) if found else ""
-        if word and word.lower() not in UNDERSTOOD | PASSED_OVER:
+        if word and word.lower() not in f"{UNDERSTOOD} {PASSED_OVER}".split():
             raise UsageError(
                 f"{name}:{number}: the keyword {word} is understood by OpenSSH only, and no ssh is installed here",
                 "install openssh-client, or leave the keyword out",

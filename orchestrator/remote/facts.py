@@ -40,9 +40,10 @@ def gather(root: str) -> Dict[str, Any]:
     tools = {name: find_tool(name, root) for name in [*TOOLS, *SILENT_TOOLS]}
     for path in pythons:
         versions.ask(path, ["-IS", "-c", ASK_PYTHON])
-    for name, path in tools.items():
-        if path and name in TOOLS:
-            versions.ask(path, TOOLS[name])
+    for name, question in TOOLS.items():
+        tool = tools[name]
+        if tool:
+            versions.ask(tool, question)
     known = versions.answers()
     own = {"path": sys.executable, "version": platform.python_version()}
     others = [path for path in pythons if os.path.realpath(path) != os.path.realpath(sys.executable)]

@@ -33,6 +33,7 @@ first() { if [ -r "$2" ]; then IFS= read -r line <"$2" && say "$1" "$line"; fi; 
         done </etc/lxc/lxc.conf
       fi
       file=$path/$id/config
+      if [ -x "$path" ] && [ ! -e "$file" ]; then say missing 1; fi
       ;;
   esac
   if [ -n "$file" ] && [ -r "$file" ]; then

@@ -9,7 +9,30 @@ import zipfile
 from pathlib import Path
 from typing import Tuple
 
-MAIN = b"import sys\nfrom remote.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+# The modules are unpacked beside the zipapp the first time, since Python keeps compiled modules of folders only:
+# compiling them anew would cost each session 0.1 s. Where that cannot be, they are imported from the zipapp.
+MAIN = b"""\
+import os
+import sys
+
+app = os.path.abspath(sys.argv[0])
+folder = app + ".modules"
+if not os.path.isdir(folder):
+    try:
+        import zipfile
+
+        temporary = "%s.%d" % (folder, os.getpid())
+        with zipfile.ZipFile(app) as archive:
+            archive.extractall(temporary, [name for name in archive.namelist() if "/" in name])
+        os.rename(temporary, folder)
+    except OSError:
+        pass
+if os.path.isdir(folder):
+    sys.path.insert(0, folder)
+from remote.__main__ import main
+
+sys.exit(main(sys.argv[1:]))
+"""
 # Fixed, since a time stamp of the source tree would make another digest of each checkout.
 STAMP = (2000, 1, 1, 0, 0, 0)
 # Needed on the workstation only.
