@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import yaml
-
 from orchestrator import history, secrets
 from orchestrator.config import (
     EnvironmentSpec,
@@ -24,6 +22,8 @@ from orchestrator.config import (
     Project,
     Recipe,
     dump_recipe,
+    dump_yaml,
+    fill,
     load_environment,
     recipe_digest,
 )
@@ -34,6 +34,7 @@ from orchestrator.provenance import provenance
 from orchestrator.snapshot import Snapshot, snapshot_bundled
 
 _CHUNK = 1 << 20
+BUNDLED_TRAINER = ["{python}", "-m", "trainer", "train", "{settings}"]
 
 
 class Report(Protocol):
@@ -177,7 +178,7 @@ def start(launch: Launch) -> str:
     session = launch.connected
     files = {
         "recipe.yaml": dump_recipe(launch.recipe),
-        "trainer.yaml": yaml.safe_dump(launch.recipe.settings, sort_keys=False),
+        "trainer.yaml": dump_yaml(fill(launch.recipe.settings, paths(launch))),
         "launch.json": json.dumps(start_record(launch), indent=1),
         "provenance.json": json.dumps(
             provenance(launch.recipe, launch.place, session.hello, launch.environment, launch.snapshot),
@@ -242,16 +243,25 @@ def snapshot_arguments(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
+def paths(launch: Launch) -> dict[str, str]:
+    """The words that a recipe may use for what is only known at launch, such as `{run_dir}`."""
+    assert launch.environment is not None and launch.snapshot is not None
+    return {
+        "python": launch.environment.python,
+        "code": f"{launch.connected.root}/{launch.snapshot.path}",
+        "run_dir": launch.run_directory,
+        "settings": f"{launch.run_directory}/trainer.yaml",
+    }
+
+
 def start_record(launch: Launch) -> dict[str, Any]:
     """`launch.json`: all that the runner needs to start the trainer, without its secrets."""
     assert launch.environment is not None and launch.snapshot is not None
-    built, root, run = launch.environment, launch.connected.root, launch.run_directory
-    cache = f"{run}/cache"
-    places = {"python": built.python, "run_dir": run, "settings": f"{run}/trainer.yaml"}
-    command = launch.recipe.command or ["{python}", "-m", "trainer", "train", "{settings}"]
+    built, cache = launch.environment, f"{launch.run_directory}/cache"
+    known = paths(launch)
     return {
-        "argv": [_filled(word, places) for word in command],
-        "cwd": f"{root}/{launch.snapshot.path}",
+        "argv": fill(launch.recipe.command or BUNDLED_TRAINER, known),
+        "cwd": known["code"],
         "env": {
             "PATH": f"{built.path}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "PYTHONDONTWRITEBYTECODE": "1",  # the code snapshot is never written to
@@ -264,12 +274,6 @@ def start_record(launch: Launch) -> dict[str, Any]:
         "sample_seconds": launch.recipe.sample_seconds,
         "health": launch.recipe.health.model_dump(),
     }
-
-
-def _filled(word: str, places: Mapping[str, str]) -> str:
-    for name, value in places.items():
-        word = word.replace("{" + name + "}", value)
-    return word
 
 
 def _remember(launch: Launch) -> None:

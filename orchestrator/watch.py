@@ -35,7 +35,7 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a reader of the log stands: bytes before `offset` of the file `inode` (None: whichever it is) have been read."""
+    """Where a reader of the log stands: what lies before `offset` has been read of the file `inode` (None: any)."""
 
     inode: int | None
     offset: int

@@ -140,12 +140,13 @@ def trust(
         str | None,
         typer.Option("--fingerprint", help="Record the key only if this is its SHA256 fingerprint."),
     ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Also when another key is recorded for it.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Record it without asking.")] = False,
 ) -> None:
     """Show a host's SSH key and record it."""
     from orchestrator.cli.trust import trust_command
 
-    trust_command(host, fingerprint=fingerprint, yes=yes)
+    trust_command(host, fingerprint=fingerprint, replace=replace, yes=yes)
 
 
 def _version(value: bool) -> None:

@@ -49,7 +49,7 @@ def attach_argv(place: Place, run: str) -> list[str]:
         "-t",
         "=run:",
     ]
-    inner = wrap(place.container, tmux) if place.container else tmux
+    inner = wrap(place.container, tmux, place.host.name) if place.container else tmux
     ssh = place.host.ssh
     if ssh is None:
         return inner
@@ -63,7 +63,7 @@ def attach_argv(place: Place, run: str) -> list[str]:
     if ssh.identity_file:
         argv += ["-i", str(Path(ssh.identity_file).expanduser())]
     if ssh.known_hosts:
-        argv += ["-o", f"UserKnownHostsFile={str(Path(ssh.known_hosts).expanduser())}"]
+        argv += ["-o", f"UserKnownHostsFile={Path(ssh.known_hosts).expanduser()!s}"]
     return [*argv, "-o", "StrictHostKeyChecking=yes", "--", ssh.host, shlex.join(inner)]
 
 

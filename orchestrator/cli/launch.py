@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,7 +18,8 @@ from orchestrator.watch import Interrupted, follow
 if TYPE_CHECKING:
     from rich.console import Console
 
-_LINES_KEPT = 4000
+
+_LOG_KEPT = 256 * 1024  # bytes, for the last lines
 
 
 class _Silent:
@@ -37,7 +37,9 @@ class _Silent:
 def _asked(recipe: str, place: str | None, overrides: list[str], report: Any, *, new: bool = False) -> Launch:
     project, hosts = project_and_hosts()
     loaded = load_recipe(project, recipe, place_override=place, overrides=overrides)
-    return Launch(project=project, recipe=loaded, place=resolve_place(hosts, loaded.place), report=report, new=new)
+    return Launch(
+        project=project, recipe=loaded, place=resolve_place(hosts, loaded.place, project), report=report, new=new
+    )
 
 
 def plan_command(recipe: str, place: str | None, overrides: list[str], *, json: bool, new: bool = False) -> None:
@@ -134,16 +136,13 @@ def _follow(out: Console, launch: Launch) -> int:
                     display.interrupted(event.reason, event.seconds)
                     continue
                 last = event.status
-                tail = (tail + last.log)[-256 * 1024 :]
+                tail = (tail + last.log)[-_LOG_KEPT:]
                 display.observed(last)
     except KeyboardInterrupt:
         _say(out, f"left {launch.run}, which goes on at {launch.place.name}", launch.run)
         return 130
     assert last is not None
-    from orchestrator.view.follow import tail_of
-
-    summary(out, last, tail_of(tail))
-    sys.stdout.flush()
+    summary(out, last, tail)
     out.print(f"  orch logs {launch.run}", soft_wrap=True)
     return 0 if last.phase == "finished" else 1
 

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from orchestrator.cli.context import project_and_hosts
 from orchestrator.config import resolve_place
-from orchestrator.errors import Refused, UsageError
+from orchestrator.errors import Refused
+
+if TYPE_CHECKING:
+    from orchestrator.place.known_hosts import Entry, HostKey
 
 
-def trust_command(host: str, *, fingerprint: str | None, yes: bool) -> None:
-    """Show the key that a host offers and record it after a yes."""
-    from orchestrator.place.hostkeys import offered_key, record, recorded
+def trust_command(host: str, *, fingerprint: str | None, replace: bool, yes: bool) -> None:
+    """Show the key that a host offers and record it after a yes.
 
-    _, hosts = project_and_hosts()
-    found = resolve_place(hosts, host).host
-    if found.ssh is None:
-        raise UsageError(f"{found.name} is this machine: there is no key to trust")
-    key = offered_key(found)
-    print(f"{found.name} offers {key.kind} {key.fingerprint}")
-    if fingerprint is not None and fingerprint != key.fingerprint:
-        raise Refused(f"that is not {fingerprint}: nothing was recorded")
-    if recorded(found, key):
-        print("it is recorded already")
-        return
-    if not yes and fingerprint is None:
+    Raises:
+        Refused: nothing was recorded, and why.
+    """
+    from orchestrator.place.hostkeys import trust
+
+    project, hosts = project_and_hosts()
+    found = resolve_place(hosts, host, project).host
+
+    def confirm(address: str, key: HostKey, going: list[Entry]) -> bool:
+        print(f"{address} offers {key.type} {key.fingerprint}")
+        for entry in going:
+            print(f"  in place of {entry.key.type} {entry.key.fingerprint}, {entry.path}:{entry.line}")
+        if yes or fingerprint is not None:
+            return True
         if not sys.stdin.isatty():
             raise Refused(
                 "a key is recorded only after a yes: compare the fingerprint with the host's own",
-                hint=f"orch trust {host} --fingerprint {key.fingerprint}",
+                hint=shlex.join(["orch", "trust", host, "--fingerprint", key.fingerprint]),
             )
         print("the host itself prints it with: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub")
-        if input("record it? [y/N] ").strip().lower() not in ("y", "yes"):
-            raise Refused("nothing was recorded")
-    print(f"recorded in {record(found, key)}")
+        return input("record it? [y/N] ").strip().lower() in ("y", "yes")
+
+    done = trust(found, fingerprint=fingerprint, replace=replace, confirm=confirm)
+    if done.how == "known":
+        print(f"{done.key.type} {done.key.fingerprint} of {done.address} is recorded already, in {done.path}")
+    else:
+        print(f"recorded in {done.path}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,6 +16,7 @@ from orchestrator.run import RunStatus
 from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines
 from orchestrator.view.text import duration, number, printable, rate, size
 
+_LAST_LINES, _LAST_LINES_OF_A_FAILURE = 12, 60
 _PLAIN_EVERY = 10.0  # seconds between lines where nothing can be overwritten
 
 
@@ -161,42 +161,14 @@ class FollowDisplay:
         return Group(*parts)
 
 
-def summary(console: Console, status: RunStatus, tail: list[str]) -> None:
-    """How a run ended: its result, or what it said last."""
+def summary(console: Console, status: RunStatus, log: bytes) -> None:
+    """How a run ended, with the last lines of its log: what it says of its result, or what went wrong."""
     style = PHASE_STYLE.get(status.phase, "")
-    head = Text.assemble(
-        (status.run, "bold"),
-        " at ",
-        status.place,
-        " ",
-        (status.phase, style),
-        f" after {duration(status.seconds)}",
-    )
-    if status.why:
-        head.append(f": {status.why}")
+    head = Text.assemble((status.run, "bold"), f" at {status.place} ", (status.phase, style))
+    head.append(f" after {duration(status.seconds)}")
+    why = status.why or ("" if status.phase == "finished" else str((status.exit or {}).get("reason") or ""))
+    if why:
+        head.append(f": {why}")
+    for line in log_lines(log)[-(_LAST_LINES if status.phase == "finished" else _LAST_LINES_OF_A_FAILURE) :]:
+        console.print(Text(f"  {printable(line)}", style="" if status.phase != "stopped" else "dim"), soft_wrap=True)
     console.print(head, soft_wrap=True)
-    if status.phase == "finished":
-        for line in result_lines(status.result or {}):
-            console.print(Text(f"  {line}"), soft_wrap=True)
-    elif status.phase != "stopped":
-        for line in tail:
-            console.print(Text(f"  {printable(line)}"), soft_wrap=True)
-
-
-def result_lines(result: Any, prefix: str = "") -> list[str]:
-    """`result.json` as lines `name  value`; nested names joined by dots, long lists left out."""
-    lines: list[str] = []
-    for name, value in result.items() if isinstance(result, dict) else ():
-        if isinstance(value, dict):
-            lines += result_lines(value, f"{prefix}{name}.")
-        elif isinstance(value, (list, tuple)):
-            continue
-        else:
-            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-            lines.append(f"{prefix + name:<44} {shown}")
-    return lines
-
-
-def tail_of(log: bytes, lines: int = 40) -> list[str]:
-    """The last lines of a log, for the end of a run that went wrong."""
-    return log_lines(log)[-lines:]

@@ -84,12 +84,11 @@ def _runs_table(runs: Sequence[RunStatus], width: int) -> Table:
 
 
 def acceptance_length(run: RunStatus) -> float | None:
-    """The headline τ of the last evaluation, or of the result."""
-    for source in (run.result, run.evaluation):
-        headline = (source or {}).get("headline")
-        if isinstance(headline, dict) and isinstance(headline.get("tau"), (int, float)):
-            return float(headline["tau"])
-    return None
+    """The headline τ of the last evaluation."""
+    measured = (run.evaluation or {}).get("eval")
+    headline = measured.get("headline") if isinstance(measured, dict) else None
+    tau = headline.get("tau") if isinstance(headline, dict) else None
+    return float(tau) if isinstance(tau, (int, float)) else None
 
 
 def _gpu_lines(report: PlaceReport, width: int) -> RenderableType | None:
