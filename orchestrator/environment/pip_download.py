@@ -183,7 +183,7 @@ def explain(output: str, target: Target, files: int) -> OrchError:
         name, _, version = what.partition("==")
         return NoWheel(
             f"there is no wheel of {name}{f' {version}' if version else ''} for {target}: the indexes "
-            "that pip is set to have it for other platforms only, as source only, or not at all"
+            "that pip asks have it for other platforms only, as source only, or not at all"
         )
     said = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in said if line.startswith("ERROR:")] or said

@@ -17,9 +17,11 @@ import re
 import secrets
 import shutil
 import subprocess
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
+from .files import fsync_folder
 from .frames import OpError
 
 if TYPE_CHECKING:
@@ -78,7 +80,10 @@ def env_build(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
         manifest = _manifest(path)
         if manifest is not None:
             return {"how": "waited" if waited else "there", "path": path, "manifest": manifest}
-        _sweep(path)
+        _sweep(os.path.dirname(path), os.path.basename(path))
+        # A folder without a manifest under the name itself is no environment, and nothing of ours makes one.
+        if os.path.lexists(path):
+            os.rename(path, "%s.polluted-%d" % (path, time.time()))
         return {"how": "built", "path": path, "manifest": _build(path, args, call, lock)}
     finally:
         os.close(lock)
@@ -119,15 +124,23 @@ def _lock(path: str, call: Call) -> Tuple[int, bool]:
         time.sleep(0.1)
 
 
-def _sweep(path: str) -> None:
-    """Removes what dead builders of this id left, whose lock the caller holds."""
-    parent, name = os.path.split(path)
+def _sweep(parent: str, mine: str) -> None:
+    """Removes what dead builders left: of `mine`, whose lock the caller holds, and of ids whose lock is free."""
     for entry in os.listdir(parent):
-        if entry.startswith(name + ".tmp-"):
+        ident, separator, _ = entry.partition(".tmp-")
+        if not separator:
+            continue
+        lock = -1
+        try:
+            if ident != mine:
+                lock = os.open(os.path.join(parent, ".locks", ident), os.O_RDWR)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(os.path.join(parent, entry), ignore_errors=True)
-    # A folder without a manifest under the name itself is no environment: nothing of ours makes one.
-    if os.path.isdir(path) and not os.path.islink(path):
-        os.rename(path, "%s.polluted-%d" % (path, time.time()))
+        except OSError:
+            pass  # a live builder's
+        finally:
+            if lock >= 0:
+                os.close(lock)
 
 
 def _build(path: str, args: Dict[str, Any], call: Call, lock: int) -> Dict[str, Any]:
@@ -139,14 +152,20 @@ def _build(path: str, args: Dict[str, Any], call: Call, lock: int) -> Dict[str, 
         os.makedirs(os.path.join(work, "wheels"), 0o700)
         os.mkdir(os.path.join(work, "home"), 0o700)
         for wheel in args["wheels"]:
-            source = _there(call.root, wheel["path"])
+            source = os.path.join(call.root, wheel["path"])
             if not os.path.isfile(source):
                 raise OpError("failed", "the wheel %s is gone from the place: run it again" % wheel["filename"])
             os.symlink(source, os.path.join(work, "wheels", wheel["filename"]))
         with open(os.path.join(work, "requirements.txt"), "w", encoding="utf-8") as file:
             file.write(args["requirements"])
-        seconds = builder.install(_there(call.root, args["uv"]), args["python"], args)
-        found = builder.check(args)
+        seconds = builder.install(os.path.join(call.root, args["uv"]), args["python"], args)
+        # Its thousands of links are removed while the check runs, which waits for other things.
+        cache = threading.Thread(target=shutil.rmtree, args=(os.path.join(work, "cache"), True))
+        cache.start()
+        try:
+            found = builder.check(args)
+        finally:
+            cache.join()
         manifest = dict(args.get("about") or {})
         manifest.update(
             version=MANIFEST_VERSION,
@@ -165,17 +184,13 @@ def _build(path: str, args: Dict[str, Any], call: Call, lock: int) -> Dict[str, 
         builder.tell("writing to disk", 0.0)
         _sync(temporary)
         os.rename(temporary, path)
-        _sync_folder(os.path.dirname(path))
+        fsync_folder(os.path.dirname(path))
         return manifest
     except OSError as error:
         raise _named(error, path) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _there(root: str, path: str) -> str:
-    return os.path.join(root, path)
 
 
 class _Builder:
@@ -226,30 +241,15 @@ class _Builder:
         """Makes the venv and installs into it: seconds by step. Raises OpError."""
         seconds = {}
         step = time.monotonic()
-        self.run(
-            "creating",
-            [uv, "venv", "--quiet", "--relocatable", "--no-project", "--python", python, self.temporary],
-            args,
-        )
+        argv = [uv, *"venv --quiet --relocatable --no-project --python".split(), python, self.temporary]
+        self.run("creating", argv, args)
         seconds["venv"] = round(time.monotonic() - step, 2)
         step = time.monotonic()
         inside = os.path.join(self.temporary, "bin", "python")
-        argv = [
-            uv,
-            "pip",
-            "sync",
-            "--quiet",
-            "--offline",
-            "--no-index",
-            "--no-build",
-            "--require-hashes",
-            "--strict",
-        ]
+        argv = [uv, *"pip sync --quiet --offline --no-index --no-build --require-hashes".split()]
         argv += ["--find-links", os.path.join(self.work, "wheels"), "--python", inside]
         self.run("installing", [*argv, os.path.join(self.work, "requirements.txt")], args)
         seconds["install"] = round(time.monotonic() - step, 2)
-        # Before the check: what it leaves of files must not depend on the cache.
-        shutil.rmtree(os.path.join(self.work, "cache"), ignore_errors=True)
         return seconds
 
     def check(self, args: Dict[str, Any]) -> Dict[str, Any]:
@@ -269,19 +269,12 @@ class _Builder:
                 % (", ".join(sorted(wanted - there)) or "none", ", ".join(sorted(there - wanted)) or "none"),
             )
         if expect.get("torch"):
-            torch = found["torch"]
+            torch, cuda = found["torch"], expect.get("cuda")
             version = torch["version"] if "+" in expect["torch"] else torch["version"].split("+")[0]
-            if version != expect["torch"] or torch["cuda"] != expect.get("cuda"):
-                raise OpError(
-                    "failed",
-                    "torch %s (CUDA %s) was asked for, and the wheel holds %s (CUDA %s); nothing was kept"
-                    % (
-                        expect["torch"],
-                        expect.get("cuda") or "none",
-                        torch["version"],
-                        torch["cuda"] or "none",
-                    ),
-                )
+            if version != expect["torch"] or torch["cuda"] != cuda:
+                asked = "%s (CUDA %s)" % (expect["torch"], cuda or "none")
+                holds = "%s (CUDA %s)" % (torch["version"], torch["cuda"] or "none")
+                raise OpError("failed", "torch %s was asked for, the wheel holds %s; nothing was kept" % (asked, holds))
         return dict(found)
 
     def run(self, step: str, argv: List[str], args: Dict[str, Any], limit: float = STEP_LIMIT) -> str:
@@ -335,7 +328,7 @@ class _Builder:
         """Names the file that is not what it should be, and removes it: the next try brings it anew."""
         wrong = []
         for wheel in args["wheels"]:
-            source = _there(self.call.root, wheel["path"])
+            source = os.path.join(self.call.root, wheel["path"])
             if _sha256(source) != wheel["sha256"]:
                 wrong.append(wheel["filename"])
                 os.unlink(source)
@@ -376,14 +369,6 @@ def _sync(path: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "syncfs") or libc.syncfs(folder) != 0:
             os.sync()
-    finally:
-        os.close(folder)
-
-
-def _sync_folder(path: str) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
     finally:
         os.close(folder)
 
