@@ -1,0 +1,40 @@
+"""Metrics stay (numerator, denominator) pairs until they are printed, so that sums over steps and ranks are right."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Metrics = dict[str, tuple[float, float]]
+
+
+def add(first: Metrics, second: Metrics) -> Metrics:
+    names = dict.fromkeys([*first, *second])
+    zero = (0.0, 0.0)
+    return {
+        name: (
+            first.get(name, zero)[0] + second.get(name, zero)[0],
+            first.get(name, zero)[1] + second.get(name, zero)[1],
+        )
+        for name in names
+    }
+
+
+def ratio(pair: tuple[float, float]) -> float:
+    """NaN when nothing was counted: a ratio of nothing is unknown, not zero."""
+    return pair[0] / pair[1] if pair[1] else float("nan")
+
+
+class MetricsFile:
+    """Appends one JSON object a line, each flushed, so that a reader never waits and a kill loses nothing."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
