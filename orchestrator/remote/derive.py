@@ -42,9 +42,7 @@ class Standing:
             if not self.state.get("runner"):
                 return self._before(phase)
             # between reading the state and trying the lock the runner may have written its last and gone
-            if attempt < 4 and (
-                self.run.state()[0] != self.state or processes.is_alive(self.state["runner"])
-            ):
+            if attempt < 4 and (self.run.state()[0] != self.state or processes.is_alive(self.state["runner"])):
                 time.sleep(0.05)
                 continue
             break

@@ -128,9 +128,7 @@ def _pane(run: RunDir, screen: bool) -> Dict[str, Any]:
     return out
 
 
-def _guard(
-    problems: List[Dict[str, Any]], run: Optional[str], part: str, read: Callable[[], T]
-) -> Optional[T]:
+def _guard(problems: List[Dict[str, Any]], run: Optional[str], part: str, read: Callable[[], T]) -> Optional[T]:
     """One bad part is unknown, with its reason; it never costs the rest."""
     try:
         return read()
@@ -222,9 +220,7 @@ def pane(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
 
 
 def _seconds(value: Any) -> float:
-    return (
-        float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else 0.0
-    )
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else 0.0
 
 
 def _count(value: Any, otherwise: int) -> int:

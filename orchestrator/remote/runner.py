@@ -61,8 +61,7 @@ class Runner:
         state, why = self.run.state()
         if state is None or state.get("phase") != "starting" or state.get("runner"):
             self.echo.say(
-                "%s is not to be started (%s)"
-                % (self.run.run, why or "phase %s" % (state or {}).get("phase"))
+                "%s is not to be started (%s)" % (self.run.run, why or "phase %s" % (state or {}).get("phase"))
             )
             return 0
         if not self._take_over(state):
@@ -109,9 +108,7 @@ class Runner:
         end = time.monotonic() + 10
         while not self.records.step(force=True):
             if time.monotonic() >= end:
-                self.echo.say(
-                    "nothing is started: the run's state cannot be written (%s)" % self.records.failing
-                )
+                self.echo.say("nothing is started: the run's state cannot be written (%s)" % self.records.failing)
                 return False
             time.sleep(0.5)
         launch, why = read_json(self.run.file("launch.json"))
@@ -154,9 +151,9 @@ class Runner:
             started=time.time(),
         )
         self.records.event("started", pid=self.trainer.pid, argv=self.launch.get("argv"))
-        self.records.urgent()
         if self.launch.get("metrics") is False:
             self.records.phase("training")
+        self.records.step(force=True)
         self.echo.say("%s started, pid %d" % (self.run.run, self.trainer.pid))
         return True
 
@@ -237,11 +234,7 @@ class Runner:
             fields["eval"] = summary.eval
         self.records.set(**fields)
         phase = "training" if summary.step is not None else summary.phase
-        if (
-            not self.stopping
-            and phase in _ORDER
-            and _ORDER[phase] > _ORDER.get(self.records.state["phase"], 9)
-        ):
+        if not self.stopping and phase in _ORDER and _ORDER[phase] > _ORDER.get(self.records.state["phase"], 9):
             self.records.phase(phase)
         self._health(summary.step, rate)
 
@@ -302,9 +295,7 @@ class Runner:
         self.echo.say("stopping, %g s of grace" % grace)
 
     def _find(self) -> List[processes.Stat]:
-        spare = self.sampler.pids() + [
-            int(pid) for pid in (self.records.state.get("stop") or {}).get("spare") or []
-        ]
+        spare = self.sampler.pids() + [int(pid) for pid in (self.records.state.get("stop") or {}).get("spare") or []]
         return processes.of_run(self.run.run, self.run.path, roots=[os.getpid()], spare=spare)
 
     def _end_processes(self) -> List[processes.Stat]:
@@ -346,14 +337,13 @@ class Runner:
             if ended:
                 self.records.event("leftovers_ended", processes=processes.describe(ended))
             self._say_leftovers(left)
+        self._guard(self._reap)
         self._guard(self._progress)
         if self.stopping and self.records.state.get("stop"):
             phase = "stopped"
         elif self.stopping:
             phase = "failed"
-            record["reason"] += (
-                "; the runner was told to end without a request to stop, as when a machine shuts down"
-            )
+            record["reason"] += "; the runner was told to end without a request to stop, as when a machine shuts down"
         else:
             phase = "finished" if self.returncode == 0 else "failed"
         return self._end(phase, record)

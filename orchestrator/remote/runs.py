@@ -31,7 +31,7 @@ CLAIM_PATIENCE = 10.0
 START_PATIENCE = 15.0
 # what the launcher may not hand over, since others write it
 _OURS = {"state.json", "secrets.json", "stop.json", "lock", "console.log"}
-_OURS |= {"metrics.jsonl", "gpu.jsonl", "events.jsonl"}
+_OURS |= {"metrics.jsonl", "gpu.jsonl", "events.jsonl", "runner.log"}
 
 
 def claim(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
@@ -59,9 +59,7 @@ def claim(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
                     return found
             return _new_run(call, args, recipe, launcher)
     except TimeoutError:
-        raise OpError(
-            "failed", "another launch here has held up the claim for %g s" % CLAIM_PATIENCE
-        ) from None
+        raise OpError("failed", "another launch here has held up the claim for %g s" % CLAIM_PATIENCE) from None
 
 
 def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> Optional[Dict[str, Any]]:
@@ -193,12 +191,7 @@ def _startable(run: RunDir, call: Any) -> State:
 
 def _write_files(run: RunDir, files: Dict[str, Any], payload: bytes) -> None:
     for name, text in files.items():
-        if (
-            name != os.path.basename(name)
-            or name.startswith(".")
-            or name in _OURS
-            or not isinstance(text, str)
-        ):
+        if name != os.path.basename(name) or name.startswith(".") or name in _OURS or not isinstance(text, str):
             raise OpError("usage", "%r is no file that a launch may write" % (name,))
     if "launch.json" not in files and not os.path.exists(run.file("launch.json")):
         raise OpError("usage", "launch.json is missing: there is nothing to start")
@@ -225,7 +218,9 @@ def _spawn(run: RunDir) -> None:
     if pane["session"] and pane["pane_dead"] is False:
         return
     _clear_pane(run)
-    why = tmux.start(run.run, runner_command(run.real), run.path)
+    # a pane loses the last words of what ends at once, so these go to a file
+    command = ["/bin/sh", "-c", 'exec "$@" 2>>"$0"', run.file("runner.log"), *runner_command(run.real)]
+    why = tmux.start(run.run, command, run.path)
     if why is not None:
         raise OpError("failed", "%s was not started: %s" % (run.run, why))
 
@@ -263,7 +258,10 @@ def _taken_over(run: RunDir) -> Optional[State]:
 def _did_not_start(run: RunDir) -> str:
     screen, why = tmux.screen(run.run)
     _, tail = logs.read(run.console, tail_lines=20, limit=8192)
-    parts = ["the runner of %s did not start in %g s" % (run.run, START_PATIENCE)]
+    parts = ["the runner of %s did not start" % run.run]
+    _, said = logs.read(run.file("runner.log"), tail_lines=20, limit=8192)
+    if said.strip():
+        parts.append("it said:\n" + said.decode("utf-8", "replace").strip())
     shown = "\n".join((screen or "").splitlines()[-20:]).strip()
     parts.append("its pane shows:\n" + shown if shown else "its pane shows nothing (%s)" % (why or "empty"))
     if tail.strip():

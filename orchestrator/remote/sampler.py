@@ -38,9 +38,7 @@ class Sampler:
             return None
         query, self._query = self._query, None
         if query.pid is not None:
-            self._left_behind = (
-                query  # a second one would hang likewise: none is started before this one is gone
-            )
+            self._left_behind = query  # a second one would hang likewise: none is started before this one is gone
         return nvidia_smi.sample_line(time.time(), query.outcome(), self._known)
 
     def pids(self) -> List[int]:

@@ -15,7 +15,6 @@ from .rundir import BEFORE, ENDED, RunDir, State, find, read_json, write_json
 
 GRACE = 30.0
 BEYOND = 10.0  # seconds that a runner gets on top of the grace
-TAKEOVER = 3.0  # seconds between a launcher's letting go and the runner's record
 
 
 def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
@@ -36,32 +35,26 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
         return _answer(run, already=True, left=left)
     asked = _ask(run, args)
     grace = asked["grace"]
-    end = time.monotonic() + TAKEOVER
-    while True:
-        fd = call.keep.pop("lock:" + run.run, None)  # claimed over this very channel
-        if fd is None:
-            fd = run.try_lock(0.3)
-        if fd is not None:
-            try:
-                return _without_runner(run, asked, call)
-            finally:
-                os.close(fd)
-        state = run.state()[0] or standing.state
-        if state.get("runner"):
-            break
-        if time.monotonic() >= end:
-            # a launcher holds the lock: `start` will find the request and refuse
-            return {"run": run.run, "state": state, "phase": "stopped", "already": False, "left": []}
-        time.sleep(0.1)
+    fd = call.keep.pop("lock:" + run.run, None)  # claimed over this very channel
+    if fd is None:
+        fd = run.try_lock(0.3)
+    if fd is not None:
+        try:
+            return _without_runner(run, asked, call)
+        finally:
+            os.close(fd)
+    state = run.state()[0] or standing.state
+    if not state.get("runner"):
+        # a launcher holds the lock: `start` will find the request and refuse, and so will the runner that records
+        # itself from now on, since it looks for a request after that and before it starts anything
+        return {"run": run.run, "state": state, "phase": "stopped", "already": False, "left": []}
     if _by_runner(run, state, grace, call):
         tmux.kill(run.run)
         return _answer(run, already=False, left=[])
     return _over_the_runner(run, state, asked, call)
 
 
-def mark_stopped(
-    run: RunDir, state: State, asked: Dict[str, Any], reason: str = "stopped before it began"
-) -> None:
+def mark_stopped(run: RunDir, state: State, asked: Dict[str, Any], reason: str = "stopped before it began") -> None:
     """Record the end of a run that nobody keeps; with its lock held."""
     state["phase"] = "stopped"
     state["stop"] = asked
@@ -153,9 +146,7 @@ def _without_runner(run: RunDir, asked: Dict[str, Any], call: Any) -> Dict[str, 
     if left:
         names = ", ".join("%s (pid %s, state %s)" % (p["name"], p["pid"], p["state"]) for p in left)
         raise OpError("failed", "%s: could not be ended: %s" % (run.run, names))
-    reason = (
-        "its runner was gone; its processes were ended" if begun or state.get("phase") not in BEFORE else None
-    )
+    reason = "its runner was gone; its processes were ended" if begun or state.get("phase") not in BEFORE else None
     mark_stopped(run, state, asked, reason or "stopped before it began")
     tmux.kill(run.run)
     return _answer(run, already=False, left=[])

@@ -53,7 +53,8 @@ class Client:
             self.events += call.events
 
     def claim(self, digest: str = "d1", **more: Any) -> dict[str, Any]:
-        args = {"recipe": "demo", "digest": digest, "user": self.user, "workstation": "desk", "place": "local"}
+        args = {"recipe": "demo", "digest": digest, "user": self.user}
+        args.update(workstation="desk", place="local")
         answer: dict[str, Any] = self.call("claim", **{**args, **more})
         return answer
 
@@ -110,6 +111,12 @@ def eventually(check: Callable[[], Any], timeout: float = 10, what: str = "it") 
             return found
         assert time.monotonic() < end, f"not in {timeout} s: {what}"
         time.sleep(0.03)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; its parent may not have collected it yet."""
+    found = processes.stat(pid)
+    return found is None or found.state in "ZX"
 
 
 def clean_up(root: Path) -> None:
