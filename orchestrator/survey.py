@@ -134,7 +134,7 @@ def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None
     Raises:
         NotFound: no place knows it, or it can mean several runs.
     """
-    entries = [entry for entry in history.known(place) if _configured(hosts, entry.place)]
+    entries = [entry for entry in history.known(place) if is_place(hosts, entry.place)]
     found = history.matching(reference, entries)
     unreached: list[str] = []
     if not found:
@@ -151,7 +151,8 @@ def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None
     return resolve_place(hosts, found[0].place), found[0].run
 
 
-def _configured(hosts: Mapping[str, Host], place: str) -> bool:
+def is_place(hosts: Mapping[str, Host], place: str) -> bool:
+    """Whether `place` spells a place of hosts.yaml."""
     host, _, container = place.partition("/")
     return host in hosts and (not container or container in hosts[host].containers)
 

@@ -9,7 +9,7 @@ from orchestrator.cli.output import console, print_json
 from orchestrator.config import Place, resolve_place
 from orchestrator.errors import NotFound, Unreachable, UsageError
 from orchestrator.explain import explanation
-from orchestrator.survey import PlaceReport, Sessions, all_places, find_run, survey
+from orchestrator.survey import PlaceReport, Sessions, all_places, find_run, is_place, survey
 
 _LOOK_EVERY = 2.0  # seconds between two looks of --watch
 
@@ -26,6 +26,8 @@ def status_command(
         raise UsageError("--watch and --json exclude each other: call --json again and again instead")
     _, hosts = project_and_hosts()
     selector: str | list[str] = "all" if all_ else "latest"
+    if run is not None and place is None and is_place(hosts, run):
+        run, place = None, run
     if run is not None:
         found, run = find_run(hosts, run, place)
         places, selector = [found], [run]
