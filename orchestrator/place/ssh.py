@@ -12,6 +12,7 @@ import logging
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ def connect(host: Host, route: Route | None = None) -> SshConnection:
     way = route or resolve(host.ssh)
     retrying = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(ATTEMPTS),
-        wait=tenacity.wait_random_exponential(multiplier=0.3, max=2.0),
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=3.0, min=0.2),
         retry=tenacity.retry_if_exception_type(Transient),
         reraise=True,
     )
@@ -154,6 +155,7 @@ def offered_key(name: str, route: Route) -> known_hosts.HostKey:
     quiet_paramiko()
     closing: list[Any] = []
     transport: paramiko.Transport | None = None
+    started = time.monotonic()
     try:
         transport = _transport(_socket(name, route, closing), route, {})
         transport.banner_timeout = BANNER
@@ -161,7 +163,7 @@ def offered_key(name: str, route: Route) -> known_hosts.HostKey:
         key = transport.get_remote_server_key()
         return known_hosts.HostKey(key.get_name(), key.asbytes())
     except (paramiko.SSHException, OSError, EOFError) as error:
-        failure = _no_session(route, Keys(route), error, closing)
+        failure = _no_session(route, Keys(route), error, closing, time.monotonic() - started)
         raise failure if isinstance(failure, OrchError) else Unreachable(str(failure)) from None
     except Transient as error:
         raise Unreachable(str(error)) from None
@@ -208,6 +210,7 @@ def _fabric(name: str, route: Route, closing: list[Any]) -> fabric.Connection:
     )
     connection.client.set_missing_host_key_policy(CheckedKeys(route, name))
     closing.insert(0, connection)
+    started = time.monotonic()
     try:
         connection.open()
     except OrchError:
@@ -215,7 +218,7 @@ def _fabric(name: str, route: Route, closing: list[Any]) -> fabric.Connection:
     except paramiko.AuthenticationException as error:
         raise _no_entry(route, keys, error) from None
     except (paramiko.SSHException, OSError, EOFError) as error:
-        raise _no_session(route, keys, error, closing) from None
+        raise _no_session(route, keys, error, closing, time.monotonic() - started) from None
     return connection
 
 
@@ -313,7 +316,10 @@ def _no_entry(route: Route, keys: Keys, error: Exception) -> Unreachable:
     )
 
 
-def _no_session(route: Route, keys: Keys, error: Exception, closing: list[Any]) -> Exception:
+def _no_session(
+    route: Route, keys: Keys, error: Exception, closing: list[Any], seconds: float
+) -> Unreachable | Transient:
+    """What it means that no session came about; paramiko words a timeout and an early end alike."""
     to = route.address
     words = _words(error)
     if keys.tried:
@@ -325,8 +331,8 @@ def _no_session(route: Route, keys: Keys, error: Exception, closing: list[Any]) 
     children = [thing for thing in closing if isinstance(thing, subprocess.Popen) and thing.poll() is not None]
     if children:
         return Unreachable(f"the ProxyCommand to {to} ended with status {children[0].returncode}")
-    if isinstance(error, TimeoutError) or "timeout" in words.lower():
-        return Unreachable(f"{to} accepts the connection but does not speak SSH within the bounds: {words}")
+    if seconds >= min(BANNER, AUTH, route.connect_timeout):
+        return Unreachable(f"{to} accepts the connection but does not speak SSH within {seconds:.0f} s ({words})")
     if "no acceptable" in words.lower() or "incompatible" in words.lower():
         return Unreachable(f"{to} and this machine have no SSH algorithm in common: {words}")
     return Transient(f"{to} ends the connection before a login: {words}")

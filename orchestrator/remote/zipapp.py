@@ -18,15 +18,16 @@ import sys
 app = os.path.abspath(sys.argv[0])
 folder = app + ".modules"
 if not os.path.isdir(folder):
-    try:
-        import zipfile
+    import shutil
+    import zipfile
 
-        temporary = "%s.%d" % (folder, os.getpid())
+    temporary = "%s.%d" % (folder, os.getpid())
+    try:
         with zipfile.ZipFile(app) as archive:
             archive.extractall(temporary, [name for name in archive.namelist() if "/" in name])
         os.rename(temporary, folder)
     except OSError:
-        pass
+        shutil.rmtree(temporary, ignore_errors=True)
 if os.path.isdir(folder):
     sys.path.insert(0, folder)
 from remote.__main__ import main

@@ -106,7 +106,9 @@ class Lab:
         )
         return path
 
-    def run(self, *argv: str, vmid: str | None = None, check: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *argv: str, vmid: str | None = None, check: bool = True, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
         """A command on the lab's host, or in a container by lxc-attach: past ssh, pct, and all that is counted."""
         inner = ["lxc-attach", "-n", vmid, "--clear-env", "--", *argv] if vmid else list(argv)
         enter = ["nsenter", "-t", str(self.info["pid"]), "-m", "-u", "-p", "-n", "--wd=/"]
@@ -137,13 +139,12 @@ class Lab:
 
     def sshd_children(self) -> list[int]:
         """The processes of sshd that serve one connection each, by the pids of this machine."""
-        inside = os.readlink(f"/proc/{self.info['pid']}/ns/pid")
+        inside = Path(f"/proc/{self.info['pid']}/ns/pid").readlink()
         found = []
-        for proc in filter(str.isdigit, os.listdir("/proc")):
+        for proc in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{proc}/cmdline").read_bytes()
-                if os.readlink(f"/proc/{proc}/ns/pid") == inside and words.startswith(b"sshd: root"):
-                    found.append(int(proc))
+                if (proc / "ns/pid").readlink() == inside and (proc / "cmdline").read_bytes().startswith(b"sshd: root"):
+                    found.append(int(proc.name))
         return found
 
 
@@ -171,15 +172,17 @@ def start(*options: str) -> Lab:
         pytest.fail(f"the lab does not start:\n{done.stdout}{done.stderr}")
     lab = Lab(json.loads(done.stdout))
     # The program ends on its own `exec`, so that a caller sees no difference.
-    lab.run("sh", "-c", 'mv /usr/sbin/pct /usr/sbin/pct.counted && cat >/usr/sbin/pct && chmod 755 /usr/sbin/pct',
-            input=COUNTER)
+    lab.run(
+        "sh",
+        "-c",
+        "mv /usr/sbin/pct /usr/sbin/pct.counted && cat >/usr/sbin/pct && chmod 755 /usr/sbin/pct",
+        input=COUNTER,
+    )
     return lab
 
 
 def stop(folder: Path) -> None:
-    subprocess.run(
-        [str(HERE / "shared/down"), "--lab-dir", str(folder)], capture_output=True, check=False, timeout=120
-    )
+    subprocess.run([str(HERE / "shared/down"), "--lab-dir", str(folder)], capture_output=True, check=False, timeout=120)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["C
 RAW = st.binary(max_size=20).map(lambda b: os.fsdecode(b.replace(b"\0", b"")))
 HOSTILE = [
     "", " ", "a b", "'", '"', "'\"'", "$HOME", "$(id)", "`id`", "*", "~", "-n", "--", "-e", "\\", "\\n", "\\0101", "\n",
-    "tail\n\n", "\ttab", "a;b", "a&b|c", "#c", "!!", "%s%n", "é", "日本", "\x01", "\x7f", "{a,b}", "a\rb", "\udc80\udcff",
+    "tail\n\n", "\ttab", "a;b", "a&b|c", "#c", "!!",
+    "%s%n", "é", "日本", "\x01", "\x7f", "{a,b}", "a\rb", "\udc80\udcff",
 ]  # fmt: skip
 
 
