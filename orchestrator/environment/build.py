@@ -147,17 +147,17 @@ def _have(session: Session, wheels: Sequence[Wheel], program: UvProgram | None) 
     return set(session.call("have", {"paths": paths}).data["paths"])
 
 
-def ensure_uv(session: Session, target: Target, store: WheelStore, progress: Progress) -> str:
-    """The path of a uv program at the place, which is sent where it has none. Raises OrchError."""
-    program = uv_there(session.hello)
+def ensure_uv(session: Session, target: Target, store: WheelStore, progress: Progress) -> tuple[str, int]:
+    """The path of a uv program at the place, and the bytes sent to have it there. Raises OrchError."""
+    program, sent = uv_there(session.hello), 0
     if program is None:
         program = uv_to_send(target, store, progress)
         assert program is not None and program.local is not None
         if on_this_machine(session):
-            return str(program.local)
+            return str(program.local), 0
         if not _have(session, (), program):
-            _send(session, program.remote, program.local, program.sha256, 0o755, progress)
-    return program.remote
+            sent = _send(session, program.remote, program.local, program.sha256, 0o755, progress)
+    return program.remote, sent
 
 
 def ensure(
@@ -174,10 +174,8 @@ def ensure(
     if status["present"]:
         return _built(wanted, status, 0, "there")
     wheels = fetch(wanted.pins, wanted.target, store, progress)
-    sent = session.bytes_sent
-    paths = _send_wheels(session, wheels, progress)
-    program = ensure_uv(session, wanted.target, store, progress)
-    sent = session.bytes_sent - sent
+    paths, sent = _send_wheels(session, wheels, progress)
+    program, more = ensure_uv(session, wanted.target, store, progress)
     reply = session.call(
         "env_build",
         {
@@ -195,7 +193,7 @@ def ensure(
         timeout=BUILD_LIMIT,
         on_event=lambda event: _tell(event, progress),
     ).data
-    return _built(wanted, reply, sent, str(reply["how"]))
+    return _built(wanted, reply, sent + more, str(reply["how"]))
 
 
 def _about(wanted: _Request) -> dict[str, Any]:
@@ -223,18 +221,17 @@ def _tell(event: Mapping[str, Any], progress: Progress) -> None:
         progress(str(event["step"]), int(event.get("seconds", 0)), None, "s")
 
 
-def _send_wheels(session: Session, wheels: Sequence[Wheel], progress: Progress) -> list[str]:
-    """Sends the wheels that the place lacks: where each lies there, absolute or below the root."""
+def _send_wheels(session: Session, wheels: Sequence[Wheel], progress: Progress) -> tuple[list[str], int]:
+    """Sends the wheels that the place lacks: where each lies there, absolute or below the root, and the bytes."""
     if on_this_machine(session):
-        return [str(wheel.path) for wheel in wheels]
+        return [str(wheel.path) for wheel in wheels], 0
     there = _have(session, wheels, None)
     missing = [wheel for wheel in wheels if wheel_path(wheel) not in there]
-    total, done = sum(wheel.size for wheel in missing), 0
+    total, sent = sum(wheel.size for wheel in missing), 0
     for count, wheel in enumerate(missing):
         progress("sending wheels", count, len(missing), "wheels")
-        _send(session, wheel_path(wheel), wheel.path, wheel.sha256, 0o644, progress, done, total)
-        done += wheel.size
-    return [wheel_path(wheel) for wheel in wheels]
+        sent += _send(session, wheel_path(wheel), wheel.path, wheel.sha256, 0o644, progress, (sent, total))
+    return [wheel_path(wheel) for wheel in wheels], sent
 
 
 def _send(
@@ -244,17 +241,21 @@ def _send(
     sha256: str,
     mode: int,
     progress: Progress,
-    before: int = 0,
-    total: int | None = None,
-) -> None:
+    part_of: tuple[int, int] | None = None,  # bytes sent before, and of all
+) -> int:
+    """Sends one file and answers how many bytes of it went: fewer where somebody else had brought it meanwhile."""
     size = local.stat().st_size
+    before, total = part_of or (0, size)
+    sent = 0
 
     def chunks() -> Iterator[bytes]:
-        done = before
+        nonlocal sent
         with local.open("rb") as file:
             while block := file.read(CHUNK):
                 yield block
-                done += len(block)
-                progress(f"sending {local.name}", done, size if total is None else total, "B")
+                sent += len(block)
+                progress(f"sending {local.name}", before + sent, total, "B")
 
-    session.upload("put", {"path": remote, "size": size, "sha256": sha256, "mode": mode, "unpack": None}, chunks())
+    args = {"path": remote, "size": size, "sha256": sha256, "mode": mode, "unpack": None}
+    session.upload("put", args, chunks())
+    return sent

@@ -241,12 +241,12 @@ class _Builder:
         """Makes the venv and installs into it: seconds by step. Raises OpError."""
         seconds = {}
         step = time.monotonic()
-        argv = [uv, *"venv --quiet --relocatable --no-project --python".split(), python, self.temporary]
+        argv = [uv, *["venv", "--quiet", "--relocatable", "--no-project", "--python"], python, self.temporary]
         self.run("creating", argv, args)
         seconds["venv"] = round(time.monotonic() - step, 2)
         step = time.monotonic()
         inside = os.path.join(self.temporary, "bin", "python")
-        argv = [uv, *"pip sync --quiet --offline --no-index --no-build --require-hashes".split()]
+        argv = [uv, *["pip", "sync", "--quiet", "--offline", "--no-index", "--no-build", "--require-hashes"]]
         argv += ["--find-links", os.path.join(self.work, "wheels"), "--python", inside]
         self.run("installing", [*argv, os.path.join(self.work, "requirements.txt")], args)
         seconds["install"] = round(time.monotonic() - step, 2)
