@@ -28,49 +28,54 @@ from orchestrator.place.session import connect
 BEGIN = 30.0
 # orch's own failures, as with ssh.
 OWN_FAILURE = 255
-STATUS_DIGITS = 3
+# Seconds that interrupting a command may take.
+INTERRUPT = 5.0
 
 
 class Marked:
     """Finds the command's output in a stream: between the two marks, which may come in any pieces."""
 
     def __init__(self, nonce: str) -> None:
-        self._begin = f"[{nonce} begin]".encode("ascii")
+        # Each mark ends with a number: the pid of the shell there, then the status.
+        self._begin = f"[{nonce} begin ".encode("ascii")
         self._end = f"[{nonce} end ".encode("ascii")
         self._held = b""
-        self.begun = False
+        self.pid: int | None = None
         self.status: int | None = None
         self.before = Tail()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the command has been reached."""
+        return self.pid is not None
 
     def feed(self, data: bytes) -> bytes:
         """What of `data`, and of what was held back, is the command's own."""
         self._held += data
-        if not self.begun:
-            noise, found, rest = self._held.partition(self._begin)
-            if not found:
-                keep = _overlap(self._held, self._begin)
-                self.before.add(self._held[: len(self._held) - keep])
-                self._held = self._held[len(self._held) - keep :]
-                return b""
+        if self.pid is None:
+            noise, self.pid = self._take(self._begin)
             self.before.add(noise)
-            self.begun = True
-            self._held = rest
-        return self._until_end()
+            if self.pid is None:
+                return b""
+        out = b""
+        if self.status is None:
+            out, self.status = self._take(self._end)
+        if self.status is not None:
+            # Children that outlive the command may still write.
+            out, self._held = out + self._held, b""
+        return out
 
-    def _until_end(self) -> bytes:
-        at = self._held.find(self._end) if self.status is None else -1
-        if at < 0:
-            keep = _overlap(self._held, self._end) if self.status is None else 0
-            out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-            return out
-        out, tail = self._held[:at], self._held[at + len(self._end) :]
-        if len(tail) <= STATUS_DIGITS:
-            self._held = self._held[at:]
-            return out
-        self.status = int(tail[:STATUS_DIGITS])
-        self._held = b""
-        # Children that outlive the command may still write.
-        return out + tail[STATUS_DIGITS + 1 :]
+    def _take(self, mark: bytes) -> tuple[bytes, int | None]:
+        """What stands before a mark, and its number; None, and what can be no part of the mark, where it is not
+        whole yet. Keeps what follows."""
+        before, found, after = self._held.partition(mark)
+        number, bracket, rest = after.partition(b"]")
+        if found and bracket:
+            self._held = rest
+            return before, int(number)
+        keep = len(self._held) - len(before) if found else _overlap(self._held, mark)
+        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return out, None
 
     def rest(self) -> bytes:
         """At the end of the stream: what was held back and is no mark."""
@@ -191,9 +196,11 @@ class _Run:
             if self._older_pct(err):
                 return None
             raise self._failed(channel, out, err)
+        except KeyboardInterrupt:
+            self._interrupt(out.pid)
+            raise
         finally:
             self._over.set()
-            channel.close()
 
     def _copy(self, channel: Channel, out: Marked, err: Marked) -> None:
         """Hands stdout on until its end, or until both marks have come: what still holds the streams then is not the
@@ -217,6 +224,16 @@ class _Run:
         while err.status is None and not channel.stderr_ended(0.2):
             pass
         self._write(self._stderr, err.rest())
+
+    def _interrupt(self, pid: int | None) -> None:
+        """Passes Ctrl-C on, by a channel of its own: without a terminal there, the command would go on."""
+        if pid is None:
+            return
+        line = ["sh", "-c", greeting.script("interrupt"), "orch-interrupt", "INT", str(pid)]
+        if self._place.container is not None:
+            line = wrap(self._place.container, line, self._place.host.name)
+        with contextlib.suppress(OrchError, KeyboardInterrupt):
+            self._connection.open(line).wait(INTERRUPT)
 
     def _older_pct(self, err: Marked) -> bool:
         container, text = self._place.container, err.before.get().decode("utf-8", "replace")

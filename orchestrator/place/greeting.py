@@ -103,7 +103,19 @@ class Greeting:
             "config": config,
             "config_digest": config_digest(config) if config is not None else None,
             "kernel_log": self.facts.get("host.kernel_log", []),
+            "gpu_processes": self._gpu_processes(),
         }
+
+    def _gpu_processes(self) -> list[dict[str, Any]] | None:
+        """Processes on the host's GPUs, by the host's pids; null where its nvidia-smi does not say."""
+        if "host.gpus" not in self.facts:
+            return None
+        found = []
+        for text in self.facts.get("host.gpu_process", []):
+            pid, _, rest = text.partition(" ")
+            owner, _, command = rest.partition(" ")
+            found.append({"pid": int(pid), "container": None if owner == "host" else owner, "command": command})
+        return found
 
 
 def _number(text: str | None) -> float | None:

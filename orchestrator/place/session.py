@@ -170,7 +170,7 @@ class Session:
         """Ends the server, and the connection with it."""
         if self._lost is None:
             self._lost = ConnectionLost(f"the session with {self.place.name} is closed")
-        self._channel.close()
+        # Not the channel by itself: its farewell could wait for a peer that is dead.
         self.connection.close()
 
     def __enter__(self) -> Session:

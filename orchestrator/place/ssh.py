@@ -57,11 +57,11 @@ class SshConnection:
     """One connection to a host; each `open` is a channel on it, without a terminal."""
 
     def __init__(self, name: str, route: Route, connection: fabric.Connection, closing: list[Any]) -> None:
+        # Sockets, proxy commands, and connections on the way, last first.
         self.name = name
         self.route = route
         self.channels = 0
         self.dead = threading.Event()
-        self._connection = connection
         self._closing = closing
         self._transport: paramiko.Transport = connection.transport
         self._closed = threading.Event()
@@ -101,31 +101,25 @@ class SshConnection:
 
     def _give_up(self) -> None:
         self.dead.set()
-        abandon(self._transport)
+        self.close()
 
     def close(self) -> None:
         self._closed.set()
-        shut(self._connection, self._closing)
+        shut(self._closing)
 
 
-def abandon(transport: paramiko.Transport) -> None:
-    """Ends a connection whose peer does not answer, without any farewell that could block."""
-    sock = transport.sock
-    with contextlib.suppress(Exception):
-        sock.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(Exception):
-        sock.close()
-    transport.close()
-
-
-def shut(connection: fabric.Connection | None, closing: list[Any]) -> None:
-    """Closes a connection, what it went through, and proxy commands."""
-    for thing in [connection, *closing]:
+def shut(closing: list[Any]) -> None:
+    """Closes what a connection consists of. The sockets come first: a farewell to a peer that is dead would wait."""
+    for thing in closing:
+        if isinstance(thing, socket.socket):
+            with contextlib.suppress(OSError):
+                thing.shutdown(socket.SHUT_RDWR)
+    for thing in closing:
         if isinstance(thing, subprocess.Popen):
             thing.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 thing.wait(2.0)
-        elif thing is not None:
+        elif isinstance(thing, fabric.Connection):
             with contextlib.suppress(Exception):
                 thing.client.close()
 
@@ -170,7 +164,7 @@ def offered_key(name: str, route: Route) -> known_hosts.HostKey:
     finally:
         if transport is not None:
             transport.close()
-        shut(None, closing)
+        shut(closing)
 
 
 def quiet_paramiko() -> None:
@@ -183,7 +177,7 @@ def _connect_once(name: str, route: Route) -> SshConnection:
     try:
         connection = _fabric(name, route, closing)
     except BaseException:
-        shut(None, closing)
+        shut(closing)
         raise
     return SshConnection(name, route, connection, closing)
 
@@ -230,7 +224,9 @@ def _socket(name: str, route: Route, closing: list[Any]) -> Any:
         return _forward(_fabric(name, hop, closing), route)
     if route.proxy_command is not None:
         return _proxy(route.proxy_command, closing)
-    return _dial(route)
+    sock = _dial(route)
+    closing.append(sock)
+    return sock
 
 
 def _config() -> fabric.Config:
@@ -289,7 +285,7 @@ def _proxy(command: str, closing: list[Any]) -> socket.socket:
         child = subprocess.Popen(
             ["sh", "-c", f"exec {command}"], stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
         )
-    closing.append(child)
+    closing += [child, ours]
     return ours
 
 

@@ -78,7 +78,8 @@ short=$(printf '%.12s' "$digest")
 app=$root/bin/orch-$short.pyz
 set -- env -i "HOME=$HOME" "USER=$user" "LOGNAME=$user" "PATH=$PATH" LANG=C.UTF-8 LC_ALL=C.UTF-8 PYTHONUTF8=1 TERM=linux \
   ${TMPDIR:+"TMPDIR=$TMPDIR"} "$found" -IS -X utf8
-if [ -f "$app" ]; then exec "$@" "$app" serve "$nonce" "$root"; fi
+# The size tells a file that a crash of the machine cut short.
+if [ -f "$app" ] && [ "$(wc -c <"$app")" -eq "$size" ]; then exec "$@" "$app" serve "$nonce" "$root"; fi
 say need "$size"
 exec "$@" -c '
 import hashlib, os, sys

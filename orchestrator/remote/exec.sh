@@ -35,8 +35,8 @@ case :$PATH: in *:/usr/local/bin:*) ;; *) PATH=/usr/local/sbin:/usr/local/bin:$P
 LANG=${LANG:-C.UTF-8}
 export HOME PATH LANG
 cd "${orch_directory:-$HOME}" 2>/dev/null || cd /
-printf '[%s begin]' "$orch_nonce"
-printf '[%s begin]' "$orch_nonce" >&2
+printf '[%s begin %d]' "$orch_nonce" "$$"
+printf '[%s begin %d]' "$orch_nonce" "$$" >&2
 # What this shell itself would say of a command killed by a signal is nobody's output.
 exec 9>&2 2>/dev/null
 # A subshell that becomes the command: never a builtin of this shell's, and its end is seen here.

@@ -61,7 +61,7 @@ def gather(root: str) -> Dict[str, Any]:
         "boot_id": _or_none(boot_id),
         "uptime": _or_none(uptime),
         "time": time.time(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": _or_none(lambda: len(os.sched_getaffinity(0))) or os.cpu_count(),
         "memory_limit": _or_none(memory_limit),
         "memory_current": _or_none(memory_current),
         "disk_free": _or_none(lambda: disk_free(root)),

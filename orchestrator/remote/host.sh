@@ -48,6 +48,25 @@ first() { if [ -r "$2" ]; then IFS= read -r line <"$2" && say "$1" "$line"; fi; 
       say kernel_log "$line"
     done
   fi
-  say done 1
+  # Whose processes are on the GPUs: inside a container none but its own can be seen.
+  if command -v nvidia-smi >/dev/null 2>&1 && [ "$kind" != none ]; then
+    if pids=$(bounded 2 nvidia-smi --query-compute-apps=pid --format=csv,noheader); then
+      say gpus 1
+      for pid in $pids; do
+        case $pid in *[!0-9]*) continue ;; esac
+        owner=host
+        while IFS= read -r line; do
+          case $line in */lxc/* | */lxc.payload.*)
+            owner=${line#*/lxc/}
+            owner=${owner#*/lxc.payload.}
+            owner=${owner%%/*}
+            ;;
+          esac
+        done <"/proc/$pid/cgroup"
+        IFS= read -r command <"/proc/$pid/comm" || command=
+        say gpu_process "$pid $owner $command"
+      done
+    fi
+  fi
 } 2>/dev/null
 exec "$@"

@@ -10,25 +10,40 @@ from pathlib import Path
 from typing import Tuple
 
 # The modules are unpacked beside the zipapp the first time, since Python keeps compiled modules of folders only:
-# compiling them anew would cost each session 0.1 s. Where that cannot be, they are imported from the zipapp.
-MAIN = b"""\
+# compiling them anew would cost each session 0.1 s. Their sizes tell a folder that a crash of the machine left empty
+# files in. Where a folder cannot be, they are imported from the zipapp.
+MAIN = """\
 import os
 import sys
 
+SIZES = %r
 app = os.path.abspath(sys.argv[0])
 folder = app + ".modules"
-if not os.path.isdir(folder):
+
+
+def whole():
+    try:
+        return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in SIZES.items())
+    except OSError:
+        return False
+
+
+if not whole():
     import shutil
     import zipfile
 
-    temporary = "%s.%d" % (folder, os.getpid())
+    temporary = "%%s.%%d" %% (folder, os.getpid())
     try:
         with zipfile.ZipFile(app) as archive:
-            archive.extractall(temporary, [name for name in archive.namelist() if "/" in name])
+            archive.extractall(temporary, list(SIZES))
+        if os.path.isdir(folder) and not whole():
+            os.rename(folder, temporary + ".old")
         os.rename(temporary, folder)
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-if os.path.isdir(folder):
+        pass
+    for left in (temporary, temporary + ".old"):
+        shutil.rmtree(left, ignore_errors=True)
+if whole():
     sys.path.insert(0, folder)
 from remote.__main__ import main
 
@@ -44,10 +59,12 @@ LEFT_OUT = ("zipapp.py",)
 def build() -> Tuple[bytes, str]:
     """The zipapp and its sha256 in hex."""
     folder = Path(__file__).parent
-    entries = {"__main__.py": MAIN}
+    entries = {}
     for path in sorted(folder.glob("*.py")):
         if path.name not in LEFT_OUT:
             entries["remote/" + path.name] = path.read_bytes()
+    sizes = {name: len(source) for name, source in entries.items()}
+    entries["__main__.py"] = (MAIN % (sizes,)).encode("ascii")
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         for name in sorted(entries):
