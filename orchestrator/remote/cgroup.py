@@ -79,6 +79,20 @@ class MemoryGroup:
             return None
 
 
+def machine_oom_kills(proc: str = PROC) -> Optional[int]:
+    """How many processes the kernel killed for want of memory so far, on the whole machine and in all containers;
+    seen also where a container shows no cgroup. None if unknown."""
+    try:
+        with open(proc + "/vmstat") as f:
+            for line in f:
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
 def _candidates(pid: str, proc: str) -> List[Tuple[int, str]]:
     """(version, directory) to look into, the most exact first; v1 first, since where v1 holds memory v2
     does not."""

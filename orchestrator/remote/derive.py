@@ -70,7 +70,7 @@ class Standing:
         who = "its runner (pid %s)" % runner.get("pid")
         now = processes.identity(1)
         if runner.get("boot_id") and now["boot_id"] and runner["boot_id"] != now["boot_id"]:
-            return LOST, "the machine was restarted, %s went with it" % who
+            return LOST, "the container or its machine was restarted (another boot id), %s went with it" % who
         if runner.get("init_ticks") and now["start_ticks"] and runner["init_ticks"] != now["start_ticks"]:
             return LOST, "the container was restarted, %s went with it" % who
         self.alive = processes.describe(processes.of_run(self.run.run, self.run.real))

@@ -14,6 +14,7 @@ from .rundir import ACTIVE, RunDir, find, list_runs, read_json
 
 MOST_RUNS = 200
 LOG_OF_ONE = 1 << 20  # bytes of one run's log, where several are asked for
+FEW, TAIL_OF_MANY = 8, 32 << 10  # bytes of metrics read for each of more than a few runs
 LONGEST_WAIT = 60.0
 POLL = 0.15
 READABLE = ("console.log", "events.jsonl", "metrics.jsonl", "gpu.jsonl")
@@ -37,11 +38,12 @@ def probe(args: Dict[str, Any], call: Any) -> Tuple[Dict[str, Any], bytes]:
     line in `problems` (`{"run", "part", "why"}`).
     """
     problems: List[Dict[str, Any]] = []
-    query = _guard(problems, None, "gpus", nvidia_smi.Query) if args.get("gpus") else None
     runs, more = _choose(args.get("runs", "active"), call.root)
     wait = _seconds(args.get("wait"))
     if wait > 0:
         _wait_for_change(runs, args, wait)
+    # asked first and collected last: it takes the longest
+    query = _guard(problems, None, "gpus", nvidia_smi.Query) if args.get("gpus") else None
     answer: Dict[str, Any] = {
         "time": time.time(),
         "boot_id": processes.boot_id(),
@@ -69,11 +71,19 @@ def _choose(wanted: Any, root: str) -> Tuple[List[RunDir], int]:
     if wanted == "latest":
         return found[:1], 0
     if wanted == "active":
-        # one whose state cannot be read may be active: it is shown, with the reason
-        found = [run for run in found if (run.state()[0] or {"phase": ACTIVE[0]}).get("phase") in ACTIVE]
+        found = [run for run in found if _may_be_active(run)]
     elif wanted != "all":
         raise OpError("usage", "runs: %r is neither a list of runs, nor active, latest, all" % (wanted,))
     return found[:MOST_RUNS], max(0, len(found) - MOST_RUNS)
+
+
+def _may_be_active(run: RunDir) -> bool:
+    """By its record. One whose state cannot be read may be: it is shown, with the reason; one without a state is the
+    rest of a claim that was cut off."""
+    state, _ = run.state()
+    if state is None:
+        return os.path.exists(run.file("state.json"))
+    return state.get("phase") in ACTIVE
 
 
 def _one(
@@ -89,7 +99,7 @@ def _one(
         "alive": [],
     }
     out: Dict[str, Any] = standing.report() if standing is not None else empty
-    out["metrics"] = _guard(problems, run.run, "metrics", lambda: _metrics(run, out["state"]))
+    out["metrics"] = _guard(problems, run.run, "metrics", lambda: _metrics(run, out["state"], of))
     out["result"] = _guard(problems, run.run, "result", lambda: read_json(run.file("result.json"))[0])
     out["log"] = _guard(problems, run.run, "log", lambda: _log(run, args, payload, of))
     # a terminal of a run that ended long ago is worth a call only to who asks for that very run
@@ -100,8 +110,8 @@ def _one(
     return out
 
 
-def _metrics(run: RunDir, state: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-    found = metrics.read(run.file("metrics.jsonl"))
+def _metrics(run: RunDir, state: Optional[Dict[str, Any]], of: int) -> Dict[str, Any]:
+    found = metrics.read(run.file("metrics.jsonl"), metrics.TAIL if of <= FEW else TAIL_OF_MANY)
     if found["eval"] is None and state is not None:
         found["eval"] = state.get("eval")  # the runner has seen the whole file
     return found

@@ -227,6 +227,13 @@ def write_file(path: str, data: bytes, mode: int = 0o600) -> None:
     fsync_dir(os.path.dirname(path))
 
 
+def no_exit(reason: str) -> Dict[str, Any]:
+    """The exit record of a trainer of whose end nothing is known, or that never began."""
+    record: Dict[str, Any] = {"code": None, "signal": None, "at": time.time(), "oom_kills": None}
+    record.update(machine_oom_kills=None, reason=reason)
+    return record
+
+
 def fsync_dir(path: str) -> None:
     """Make a rename last; not every file system can, and a rename that was not synced is still a rename."""
     with contextlib.suppress(OSError):

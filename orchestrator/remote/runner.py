@@ -16,11 +16,11 @@ import traceback
 from typing import Any, Callable, Dict, List, Optional
 
 from . import processes, spawn
-from .cgroup import MemoryGroup
+from .cgroup import MemoryGroup, machine_oom_kills
 from .echo import Echo
 from .metrics import Follower
 from .recorder import Recorder
-from .rundir import RunDir, State, read_json
+from .rundir import RunDir, State, no_exit, read_json
 from .sampler import Sampler
 
 LOCK_PATIENCE = 30.0
@@ -68,16 +68,7 @@ class Runner:
             return 1
         if self.run.stop_request() is not None:
             self._secrets()
-            return self._end(
-                "stopped",
-                {
-                    "code": None,
-                    "signal": None,
-                    "at": time.time(),
-                    "oom_kills": None,
-                    "reason": "stopped before it began",
-                },
-            )
+            return self._end("stopped", no_exit("stopped before it began"))
         if not self._start():
             return 127
         self._watch()
@@ -132,6 +123,7 @@ class Runner:
 
     def _start(self) -> bool:
         self.kills_before, self.kills_unknown = self.memory.oom_kills()
+        self.machine_before = machine_oom_kills()
         try:
             self.trainer = spawn.trainer(self.launch, self.run, self._secrets())
         except (OSError, ValueError) as e:
@@ -140,10 +132,7 @@ class Runner:
                 getattr(e, "strerror", None) or e,
                 ": %s" % where if where else "",
             )
-            self._end(
-                "failed",
-                {"code": None, "signal": None, "at": time.time(), "oom_kills": None, "reason": reason},
-            )
+            self._end("failed", no_exit(reason))
             return False
         found = processes.stat(self.trainer.pid)
         self.records.set(
@@ -350,15 +339,14 @@ class Runner:
 
     def _exit_record(self) -> Dict[str, Any]:
         after, unknown = self.memory.oom_kills()
-        kills = None
-        if after is not None and self.kills_before is not None:
-            kills = max(0, after - self.kills_before)
-        return spawn.exit_record(self.returncode, kills, unknown or self.kills_unknown, time.time())
+        kills = _more(self.kills_before, after)
+        machine = _more(self.machine_before, machine_oom_kills())
+        return spawn.exit_record(self.returncode, time.time(), kills, machine, unknown or self.kills_unknown)
 
     def _end(self, phase: str, record: Dict[str, Any]) -> int:
         self.records.set(exit=record)
         self.records.phase(phase)
-        self.records.event("ended", phase=phase, **record)
+        self.records.event("ended", phase=phase, **{k: v for k, v in record.items() if k != "at"})
         self.records.finish(self._show)
         self.echo.drain()
         self.echo.say("%s: %s" % (phase, record["reason"]))
@@ -366,6 +354,10 @@ class Runner:
         if record["signal"] is not None:
             return 128 + int(record["signal"])
         return 1 if record["code"] is None else int(record["code"])
+
+
+def _more(before: Optional[int], after: Optional[int]) -> Optional[int]:
+    return None if before is None or after is None else max(0, after - before)
 
 
 def _number(value: Any, otherwise: float) -> float:

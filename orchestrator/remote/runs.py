@@ -42,6 +42,7 @@ def claim(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     is the newest active run of the same digest and user.
     """
     recipe = _text(args, "recipe")
+    _text(args, "digest")
     if not RUN_ID.match(recipe) or len(recipe) > 40:
         raise OpError("usage", "%r is no name of a recipe" % recipe)
     os.makedirs(runs_dir(call.root), mode=0o755, exist_ok=True)

@@ -97,11 +97,17 @@ def set_oom_score(score: int) -> bool:
 
 
 def exit_record(
-    returncode: Optional[int], kills: Optional[int], why_unknown: Optional[str], at: float
+    returncode: Optional[int],
+    at: float,
+    kills: Optional[int] = None,
+    machine_kills: Optional[int] = None,
+    why_unknown: Optional[str] = None,
 ) -> Dict[str, Any]:
-    """`{"code", "signal", "at", "oom_kills", "reason"}`: code or signal, the other None. `oom_kills`: how
-    many processes of the cgroup the kernel killed meanwhile for want of memory; None if unknown, then
-    `reason` says why."""
+    """`{"code", "signal", "at", "oom_kills", "machine_oom_kills", "reason"}`: code or signal, the other None.
+
+    `oom_kills`: how many processes of the cgroup the kernel killed meanwhile for want of memory, None if unknown;
+    `machine_oom_kills`: the same for the whole machine, of which others may be the victims.
+    """
     code = signum = None
     if returncode is not None and returncode < 0:
         signum = -returncode
@@ -111,14 +117,29 @@ def exit_record(
         reason = "exit %s" % code
         if code is not None and 128 < code < 128 + 65:
             reason += " (a program below it was ended by %s)" % _signal_name(code - 128)
+    killed = signum == signal.SIGKILL or code == 128 + signal.SIGKILL
     if kills:
-        reason += "; the kernel killed %d process%s for want of memory" % (kills, "" if kills == 1 else "es")
-    elif signum == signal.SIGKILL or code == 128 + signal.SIGKILL:
-        if kills == 0:
-            reason += "; the kernel counted no out-of-memory kill in this container"
-        else:
-            reason += "; whether memory ran out is unknown (%s)" % why_unknown
-    return {"code": code, "signal": signum, "at": at, "oom_kills": kills, "reason": reason}
+        reason += "; the kernel killed %s here for want of memory" % _processes(kills)
+    elif kills is None and machine_kills:
+        reason += "; meanwhile the kernel killed %s for want of memory, here or elsewhere on the machine" % _processes(
+            machine_kills
+        )
+    elif killed and 0 in (kills, machine_kills):
+        reason += "; the kernel counted no out-of-memory kill"
+    elif killed:
+        reason += "; whether memory ran out is unknown (%s)" % why_unknown
+    return {
+        "code": code,
+        "signal": signum,
+        "at": at,
+        "oom_kills": kills,
+        "machine_oom_kills": machine_kills,
+        "reason": reason,
+    }
+
+
+def _processes(number: int) -> str:
+    return "a process" if number == 1 else "%d processes" % number
 
 
 def _signal_name(number: int) -> str:

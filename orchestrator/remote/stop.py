@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional
 from . import processes, tmux
 from .derive import Standing
 from .frames import OpError
-from .rundir import BEFORE, ENDED, RunDir, State, find, read_json, write_json
+from .rundir import BEFORE, ENDED, RunDir, State, find, no_exit, read_json, write_json
 
 GRACE = 30.0
 BEYOND = 10.0  # seconds that a runner gets on top of the grace
@@ -29,6 +29,8 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     standing = Standing(run)
     if standing.state is None:
         raise OpError("failed", "the state of %s cannot be read: %s" % (run.run, standing.why))
+    if standing.state.get("exit"):
+        _settle(run, standing)
     if standing.state.get("phase") in ENDED:
         left = _end_processes(run, standing.state, 0.0, call)
         tmux.kill(run.run)
@@ -37,7 +39,8 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     grace = asked["grace"]
     fd = call.keep.pop("lock:" + run.run, None)  # claimed over this very channel
     if fd is None:
-        fd = run.try_lock(0.3)
+        # patience only where a look at the lock could be taken for a launcher
+        fd = run.try_lock(0.0 if standing.lock == "held" and standing.state.get("runner") else 0.3)
     if fd is not None:
         try:
             return _without_runner(run, asked, call)
@@ -54,17 +57,31 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     return _over_the_runner(run, state, asked, call)
 
 
+def _settle(run: RunDir, standing: Standing) -> None:
+    """A runner that recorded its trainer's end and then died before the run's: finish its record."""
+    if standing.phase not in ENDED or standing.state is None or standing.lock != "free":
+        return
+    fd = run.try_lock(0.3)
+    if fd is None:
+        return
+    try:
+        standing.state["phase"] = standing.phase
+        run.write_state(standing.state)
+    finally:
+        os.close(fd)
+
+
 def mark_stopped(run: RunDir, state: State, asked: Dict[str, Any], reason: str = "stopped before it began") -> None:
     """Record the end of a run that nobody keeps; with its lock held."""
     state["phase"] = "stopped"
     state["stop"] = asked
     if not state.get("exit"):
-        state["exit"] = {"code": None, "signal": None, "at": time.time(), "oom_kills": None, "reason": reason}
+        state["exit"] = no_exit(reason)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(run.file("secrets.json"))
     run.write_state(state)
     with contextlib.suppress(OSError):
-        run.event("ended", phase="stopped", **state["exit"])
+        run.event("ended", phase="stopped", **{k: v for k, v in state["exit"].items() if k != "at"})
 
 
 def _ask(run: RunDir, args: Dict[str, Any]) -> Dict[str, Any]:

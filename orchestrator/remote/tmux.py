@@ -7,6 +7,7 @@ neither is relied on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -163,9 +164,14 @@ def screen(run: str, history: bool = False, limit: int = 1 << 20) -> Tuple[Optio
 
 
 def kill(run: str) -> None:
-    """End the run's tmux server, if there is one."""
-    if os.path.exists(socket_path(run)):
-        call(run, "kill-server")
+    """End the run's tmux server, if there is one, and remove its socket, which it leaves behind."""
+    path = socket_path(run)
+    if not os.path.exists(path):
+        return
+    status, _, _ = call(run, "kill-server")
+    if status is not None:  # ended, or there was none
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _number(text: str) -> Optional[int]:

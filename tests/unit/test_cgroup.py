@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.remote.cgroup import MemoryGroup
+from orchestrator.remote.cgroup import MemoryGroup, machine_oom_kills
 
 
 def proc(tmp_path: Path, cgroup: str, mounts: str) -> str:
@@ -77,6 +77,12 @@ def test_unknown_has_a_reason(tmp_path: Path) -> None:
     (tmp_path / "sys/memory.events").unlink()
     assert found.oom_kills() == (None, "memory.events: No such file or directory")
     assert found.report()["why"] == "memory.events: No such file or directory"
+
+
+def test_the_machines_count(tmp_path: Path) -> None:
+    assert machine_oom_kills(str(tmp_path)) is None
+    (tmp_path / "vmstat").write_text("pgfault 1\noom_kill 12\nx y\n")
+    assert machine_oom_kills(str(tmp_path)) == 12
 
 
 def test_this_machine_answers_without_raising() -> None:

@@ -121,7 +121,7 @@ def test_lost_for_three_reasons(tmp_path: Path) -> None:
     assert standing.phase == "lost" and standing.lock == "free"
     assert standing.why == f"its runner (pid {1 << 30}) is gone without an exit record, and so is all of the run"
     run.write_state({"run": run.run, "phase": "training", "runner": {**dead, "boot_id": "another"}})
-    assert (Standing(run).why or "").startswith("the machine was restarted")
+    assert (Standing(run).why or "").startswith("the container or its machine was restarted")
     run.write_state({"run": run.run, "phase": "training", "runner": {**dead, "init_ticks": 999999999}})
     assert (Standing(run).why or "").startswith("the container was restarted")
 

@@ -90,6 +90,27 @@ def test_the_trainer_killed_from_outside(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
+    ("returncode", "kills", "machine", "words"),
+    [
+        (-9, 1, 1, "ended by signal 9 (SIGKILL); the kernel killed a process here for want of memory"),
+        (-9, 0, 3, "ended by signal 9 (SIGKILL); the kernel counted no out-of-memory kill"),
+        (-9, None, 0, "ended by signal 9 (SIGKILL); the kernel counted no out-of-memory kill"),
+        (-9, None, 2, "meanwhile the kernel killed 2 processes for want of memory, here or elsewhere"),
+        (-9, None, None, "whether memory ran out is unknown (no cgroup)"),
+        (1, 2, 2, "exit 1; the kernel killed 2 processes here for want of memory"),
+        (137, 0, 0, "exit 137 (a program below it was ended by SIGKILL); the kernel counted no out-of-memory kill"),
+        (0, 0, 0, "exit 0"),
+        (-44, 0, 0, "ended by signal 44 (signal 44)"),
+    ],
+)
+def test_how_an_end_is_put_into_words(returncode: int, kills: int | None, machine: int | None, words: str) -> None:
+    record = spawn.exit_record(returncode, 1.0, kills, machine, "no cgroup")
+    assert words in record["reason"]
+    assert (record["code"], record["signal"]) == ((None, -returncode) if returncode < 0 else (returncode, None))
+    assert (record["oom_kills"], record["machine_oom_kills"]) == (kills, machine)
+
+
+@pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"argv": ["/nonexistent/python"]}, "No such file"),
@@ -360,7 +381,7 @@ def test_an_out_of_memory_kill_is_counted(client: Client) -> None:
         record = client.look(run.run)["state"]["exit"]
         assert record["signal"] == 9
         assert record["oom_kills"] >= 1
-        assert "for want of memory" in record["reason"]
+        assert "here for want of memory" in record["reason"]
     finally:
         eventually(lambda: not (own / "cgroup.procs").read_text())
         own.rmdir()

@@ -197,3 +197,16 @@ def test_a_stop_called_from_within_the_run(client: Client, tmp_path: Path) -> No
     assert found["phase"] == "stopped"
     eventually((tmp_path / "answer").exists)
     assert (tmp_path / "answer").read_text() == "stopped"
+
+
+def test_a_runner_that_died_after_the_trainers_end(client: Client) -> None:
+    """Its record of the exit decides, also when a stop comes later."""
+    run = client.launch("import sys; sys.exit(3)")
+    state = client.until(run, "failed")["state"]
+    eventually(lambda: gone(state["runner"]["pid"]))
+    state["phase"] = "training"
+    client.dir(run).write_state(state)
+    found = client.look(run)
+    assert found["phase"] == "failed" and "exit 3" in found["why"]
+    answer = client.call("stop", run=run, by="ada")
+    assert (answer["phase"], answer["already"], answer["state"]["phase"]) == ("failed", True, "failed")

@@ -89,3 +89,12 @@ def test_a_stale_socket_is_no_session(run: str) -> None:
         socket.unlink()
     finally:
         spare.rename(socket)
+
+
+def test_a_killed_server_leaves_no_socket(run: str) -> None:
+    assert tmux.start(run, ["sleep", "300"], "/") is None
+    tmux.kill(run)
+    assert not Path(tmux.socket_path(run)).exists()
+    Path(tmux.socket_path(run)).touch()
+    tmux.kill(run)
+    assert not Path(tmux.socket_path(run)).exists()
