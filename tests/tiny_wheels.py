@@ -12,14 +12,19 @@ from orchestrator.config.models import EnvironmentSpec
 
 
 def make_wheel(
-    folder: Path, name: str = "tiny", version: str = "1.0", tag: str = "py3-none-any", padding: int = 0
+    folder: Path,
+    name: str = "tiny",
+    version: str = "1.0",
+    tag: str = "py3-none-any",
+    padding: int = 0,
+    module: str | None = None,
 ) -> Path:
-    """A wheel with one module, and `padding` bytes that do not compress."""
+    """A wheel with one module (of this text), and `padding` bytes that do not compress."""
     path = folder / f"{name}-{version}-{tag}.whl"
     info = f"{name}-{version}.dist-info"
     noise = b"".join(hashlib.sha256(b"%d" % block).digest() for block in range(padding // 32))
     files = {
-        f"{name}/__init__.py": f'VERSION = "{version}"\n'.encode(),
+        f"{name}/__init__.py": (module or f'VERSION = "{version}"\n').encode(),
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: by-hand\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
     }

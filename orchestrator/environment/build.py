@@ -20,7 +20,7 @@ from orchestrator.environment.target import Target, choose_python, target_of
 from orchestrator.environment.torch_cpu import cpu_pins, wants_cpu
 from orchestrator.environment.uv_tool import UvProgram, uv_there, uv_to_send
 from orchestrator.environment.wheels import fetch, stored
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, OrchError
 from orchestrator.place.session import Session
 
 BUILD_LIMIT = 3600.0  # seconds for a whole build, waiting for another builder included
@@ -246,7 +246,7 @@ def _send(
     """Sends one file and answers how many bytes of it went: fewer where somebody else had brought it meanwhile."""
     size = local.stat().st_size
     before, total = part_of or (0, size)
-    sent = 0
+    sent, digest = 0, hashlib.sha256()
 
     def chunks() -> Iterator[bytes]:
         nonlocal sent
@@ -254,7 +254,11 @@ def _send(
             while block := file.read(CHUNK):
                 yield block
                 sent += len(block)
+                digest.update(block)
                 progress(f"sending {local.name}", before + sent, total, "B")
+        if digest.hexdigest() != sha256:
+            local.unlink(missing_ok=True)
+            raise OrchError(f"{local} is damaged, and is removed: run it again, and it is fetched anew")
 
     args = {"path": remote, "size": size, "sha256": sha256, "mode": mode, "unpack": None}
     session.upload("put", args, chunks())

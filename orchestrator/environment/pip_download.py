@@ -39,7 +39,9 @@ _REASONS = (
 )
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed|SSLError|SSL verification")
 _MISMATCH = re.compile(
-    r"^\s+(\S+==\S+)(?: from (\S+))?[^\n]*:\n\s+Expected sha256[\s\S]*?Got\s+([0-9a-f]{64})", re.MULTILINE
+    r"^\s+([^\s@]+)@?(?: \S+)??(?: from (\S+?))?(?: \(from [^\n]*\))?:\n"
+    r"\s+Expected sha256[\s\S]*?Got\s+([0-9a-f]{64})",
+    re.MULTILINE,
 )
 _MISSING = re.compile(r"No matching distribution found for ([^\s(;]+)|The user requested (\S+==\S+)")
 _CREDENTIALS = re.compile(r"(://)[^/@\s]+@")
@@ -160,8 +162,8 @@ def explain(output: str, target: Target, files: int) -> OrchError:
     if wrong:
         file = (wrong.group(2) or wrong.group(1)).split("#")[0].rsplit("/", 1)[-1]
         return WrongHash(
-            f"{file} as it was fetched has sha256 {wrong.group(3)}, which requirements.lock does not list "
-            f"for {wrong.group(1)}: it is not the file that was locked, and nothing of it is used"
+            f"{file} as it was fetched has sha256 {wrong.group(3)}, which is none of those that requirements.lock "
+            f"or the index gives for {wrong.group(1)}: it is not the file that was meant, and nothing of it is used"
         )
     if "No space left on device" in output:
         return OrchError(

@@ -316,16 +316,17 @@ class _Builder:
         """A program's failure in one sentence."""
         if "No space left on device" in said or "os error 28" in said or "Errno 28" in said:
             return _full(self.temporary)
-        if re.search(r"[Hh]ash mismatch", said):
-            return OpError("failed", self.wrong_hash(said, args))
         if status < 0:
             return OpError("failed", "%s was interrupted (signal %d); nothing was kept" % (step, -status))
+        damaged = self.damaged(args) if step == "installing" else ""
+        if damaged:
+            return OpError("failed", damaged)
         lines = [line.strip() for line in said.splitlines() if line.strip()]
         last = lines[-1] if step == "checking" else " ".join(lines)
         return OpError("failed", "%s the environment failed: %s; nothing was kept" % (step, last[:1000] or "no word"))
 
-    def wrong_hash(self, said: str, args: Dict[str, Any]) -> str:
-        """Names the file that is not what it should be, and removes it: the next try brings it anew."""
+    def damaged(self, args: Dict[str, Any]) -> str:
+        """Names the files that are not what they should be, and removes them: the next try brings them anew."""
         wrong = []
         for wheel in args["wheels"]:
             source = os.path.join(self.call.root, wheel["path"])
@@ -333,7 +334,7 @@ class _Builder:
                 wrong.append(wheel["filename"])
                 os.unlink(source)
         if not wrong:
-            return "a hash is not the one asked for: %s; nothing was kept" % " ".join(said.split())[:400]
+            return ""
         return (
             "%s does not have the sha256 that was asked for: it was damaged where it lay, and is removed; "
             "nothing was kept, run it again" % ", ".join(wrong)
