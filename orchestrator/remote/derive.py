@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from . import processes
 from .rundir import BEFORE, ENDED, RunDir, State
@@ -15,11 +15,13 @@ class Standing:
     """A run at one moment. `state` is None where it cannot be read; `why` is a sentence where `phase` needs
     one.
 
-    `lock`: "free", "held", or None if unknown. `alive`: for a lost run, its processes that still live.
+    `lock`: "free", "held", or None if unknown. `alive`: for a lost run, its processes that still live, as
+    `snapshot` has them (taken only if it is needed; `once` shares one among many runs).
     """
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, snapshot: Callable[[], processes.Snapshot] = processes.Snapshot) -> None:
         self.run = run
+        self._snapshot = snapshot
         self.state: Optional[State] = None
         self.lock: Optional[str] = None
         self.alive: List[Dict[str, Any]] = []
@@ -73,7 +75,7 @@ class Standing:
             return LOST, "the container or its machine was restarted (another boot id), %s went with it" % who
         if runner.get("init_ticks") and now["start_ticks"] and runner["init_ticks"] != now["start_ticks"]:
             return LOST, "the container was restarted, %s went with it" % who
-        self.alive = processes.describe(processes.of_run(self.run.run, self.run.real))
+        self.alive = processes.describe(processes.of_run(self.run.run, self.run.real, snapshot=self._snapshot()))
         left = len(self.alive)
         rest = ", and so is all of the run" if not left else "; %d of the run's processes still live" % left
         return LOST, "%s is gone without an exit record%s" % (who, rest)
@@ -88,3 +90,15 @@ class Standing:
             "lock": self.lock,
             "alive": self.alive,
         }
+
+
+def once() -> Callable[[], processes.Snapshot]:
+    """A snapshot that is taken when it is first asked for, and then kept."""
+    kept: List[processes.Snapshot] = []
+
+    def take() -> processes.Snapshot:
+        if not kept:
+            kept.append(processes.Snapshot())
+        return kept[0]
+
+    return take

@@ -8,9 +8,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
 
 from . import logs, metrics, nvidia_smi, processes, tmux
 from .cgroup import MemoryGroup
-from .derive import Standing
+from .derive import LOST, Standing, once
 from .frames import OpError
-from .rundir import ACTIVE, RunDir, find, list_runs, read_json
+from .rundir import ACTIVE, ENDED, RunDir, find, list_runs, read_json
 
 MOST_RUNS = 200
 LOG_OF_ONE = 1 << 20  # bytes of one run's log, where several are asked for
@@ -54,8 +54,9 @@ def probe(args: Dict[str, Any], call: Any) -> Tuple[Dict[str, Any], bytes]:
         "more": more,
     }
     payload = bytearray()
+    snapshot = once()
     for run in runs:
-        answer["runs"].append(_one(run, args, payload, len(runs), problems))
+        answer["runs"].append(_one(run, args, payload, len(runs), problems, snapshot))
     answer["gpus"] = None
     if query is not None:
         query.wait()
@@ -87,9 +88,14 @@ def _may_be_active(run: RunDir) -> bool:
 
 
 def _one(
-    run: RunDir, args: Dict[str, Any], payload: bytearray, of: int, problems: List[Dict[str, Any]]
+    run: RunDir,
+    args: Dict[str, Any],
+    payload: bytearray,
+    of: int,
+    problems: List[Dict[str, Any]],
+    snapshot: Callable[[], processes.Snapshot],
 ) -> Dict[str, Any]:
-    standing = _guard(problems, run.run, "state", lambda: Standing(run))
+    standing = _guard(problems, run.run, "state", lambda: Standing(run, snapshot))
     empty: Dict[str, Any] = {
         "run": run.run,
         "state": None,
@@ -160,7 +166,10 @@ def _wait_for_change(runs: List[RunDir], args: Dict[str, Any], wait: float) -> N
         files = _files(run)
         if at and files[0] is not None and files[0] != (at.get("inode"), at.get("offset")):
             return
-    phases = {run.run: Standing(run).phase for run in runs}
+    snapshot = once()  # of a lost run only its phase counts here
+    phases = {run.run: Standing(run, snapshot).phase for run in runs}
+    if all(phase in (*ENDED, LOST) for phase in phases.values()):
+        return  # nothing more will come
     if any(run in phases and phases[run] != phase for run, phase in known.items()):
         return
     before = [_files(run) for run in runs]
@@ -173,7 +182,7 @@ def _wait_for_change(runs: List[RunDir], args: Dict[str, Any], wait: float) -> N
         now = [_stat(run.file("state.json")) for run in runs]
         if now != states or time.monotonic() - looked > 1.0:
             looked, states = time.monotonic(), now
-            if any(Standing(run).phase != phases[run.run] for run in runs):
+            if any(Standing(run, snapshot).phase != phases[run.run] for run in runs):
                 return
 
 

@@ -145,31 +145,43 @@ def ancestors(pid: int, until: Iterable[int] = ()) -> List[int]:
     return out
 
 
-def of_run(run: str, run_dir: str, roots: Iterable[int] = (), spare: Iterable[int] = ()) -> List[Stat]:
+class Snapshot:
+    """All processes at one moment, and which carry the marks of a run."""
+
+    def __init__(self) -> None:
+        self.table = everything()
+        self.children: Dict[int, List[int]] = {}
+        self.marked: Dict[int, Tuple[bytes, Optional[bytes]]] = {}
+        own_names = _pid_namespace("self")
+        for pid, one in self.table.items():
+            self.children.setdefault(one.parent, []).append(pid)
+            env = environ(pid)
+            # a like-named run in a container below is not one of this place
+            if b"ORCH_RUN_ID" in env and _pid_namespace(str(pid)) == own_names:
+                self.marked[pid] = env[b"ORCH_RUN_ID"], env.get(b"ORCH_RUN_DIR")
+
+
+def of_run(
+    run: str,
+    run_dir: str,
+    roots: Iterable[int] = (),
+    spare: Iterable[int] = (),
+    snapshot: Optional[Snapshot] = None,
+) -> List[Stat]:
     """The living processes of a run: those that carry its id and directory in their environment, and all
     descendants of these and of `roots`. The roots themselves, `spare` and this process are left out."""
-    table = everything()
-    children: Dict[int, List[int]] = {}
-    for one in table.values():
-        children.setdefault(one.parent, []).append(one.pid)
+    now = snapshot if snapshot is not None else Snapshot()
     wanted_id, wanted_dir = os.fsencode(run), os.fsencode(run_dir)
-    own_names = _pid_namespace("self")
-    seeds: Set[int] = set()
-    for pid in table:
-        env = environ(pid)
-        if env.get(b"ORCH_RUN_ID") != wanted_id or env.get(b"ORCH_RUN_DIR", wanted_dir) != wanted_dir:
-            continue
-        if _pid_namespace(str(pid)) == own_names:  # a like-named run in a container below is not this one
-            seeds.add(pid)
+    found = {pid for pid, (name, where) in now.marked.items() if name == wanted_id and where in (None, wanted_dir)}
     roots = set(roots)
-    found, todo = set(seeds), list(seeds | roots)
+    todo = list(found | roots)
     while todo:
-        for child in children.get(todo.pop(), ()):
+        for child in now.children.get(todo.pop(), ()):
             if child not in found:
                 found.add(child)
                 todo.append(child)
     found -= {os.getpid(), *spare, *roots}
-    return sorted(table[pid] for pid in found if pid in table and table[pid].state not in "ZX")
+    return sorted(now.table[pid] for pid in found if pid in now.table and now.table[pid].state not in "ZX")
 
 
 def _pid_namespace(pid: str) -> Optional[str]:

@@ -11,7 +11,7 @@ import time
 from typing import Any, Dict, List, Optional
 
 from . import logs, processes, stop, tmux
-from .derive import Standing
+from .derive import Standing, once
 from .frames import OpError
 from .rundir import (
     ACTIVE,
@@ -64,6 +64,7 @@ def claim(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
 
 
 def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    snapshot = once()
     for run in list_runs(call.root):
         state, _ = run.state()
         if state is None or (state.get("digest"), state.get("user")) != (
@@ -73,7 +74,7 @@ def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> O
             continue
         if state.get("phase") not in ACTIVE:
             continue
-        standing = Standing(run)
+        standing = Standing(run, snapshot)
         if standing.phase not in ACTIVE or standing.state is None:
             continue
         if standing.state.get("runner"):
@@ -292,7 +293,8 @@ def list_op(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     found = list_runs(call.root)
     limit = args.get("limit")
     limit = len(found) if not isinstance(limit, int) or limit < 0 else limit
-    return {"runs": [Standing(run).report() for run in found[:limit]], "more": max(0, len(found) - limit)}
+    snapshot = once()
+    return {"runs": [Standing(run, snapshot).report() for run in found[:limit]], "more": max(0, len(found) - limit)}
 
 
 def _text(args: Dict[str, Any], key: str) -> str:

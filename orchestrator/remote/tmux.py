@@ -160,7 +160,10 @@ def screen(run: str, history: bool = False, limit: int = 1 << 20) -> Tuple[Optio
     status, text, error = call(run, *words, *(["-S", "-"] if history else []))
     if status != 0:
         return None, error or "the run has no tmux session"
-    return text.rstrip("\n")[-limit:], None
+    lines = text.rstrip("\n").split("\n")
+    if lines[-1].startswith("Pane is dead"):  # tmux's own note, at the foot of an otherwise empty screen
+        lines = "\n".join(lines[:-1]).rstrip("\n").split("\n")
+    return "\n".join(lines)[-limit:], None
 
 
 def kill(run: str) -> None:

@@ -177,6 +177,15 @@ def test_waiting_ends_when_something_comes(client: Client) -> None:
     assert time.monotonic() - begin < 0.3
 
 
+def test_nothing_is_waited_for_that_has_ended(client: Client) -> None:
+    run = client.launch("pass")
+    client.until(run, "finished")
+    log = client.look(run)["log"]
+    begin = time.monotonic()
+    client.look(run, offset={run: {"inode": log["inode"], "offset": log["next"]}}, wait=10)
+    assert time.monotonic() - begin < 0.5
+
+
 def test_waiting_ends_on_a_phase_and_at_its_time(client: Client, tmp_path: Path) -> None:
     run = client.claim()["run"]
     begin = time.monotonic()
