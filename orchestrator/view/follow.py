@@ -44,7 +44,7 @@ class LaunchDisplay:
     def progress(self, step: str, what: str, done: int, total: int | None, unit: str) -> None:
         amount = _amount(done, total, unit)
         if self._live is not None:
-            parts: list[RenderableType] = [Text(f"  {step:<12} {what} {amount}")]
+            parts: list[RenderableType] = [Text(f"  {step:<12} {amount}  {what}", no_wrap=True, overflow="ellipsis")]
             if total:
                 parts.append(Padding(ProgressBar(total=total, completed=min(done, total), width=50), (0, 0, 0, 15)))
             self._live.update(Group(*parts))
