@@ -196,10 +196,14 @@ def explain(place: Place, line: str, size: int, digest: str) -> list[str]:
     """The lines for --explain."""
     host = place.host.ssh.host if place.host.ssh is not None else "this machine"
     calls = 1 if place.container is not None and place.container.kind == "pct" else 0
+    connections = int(place.host.ssh is not None)
     return [
         f"connection: {host}",
         f"command: {line}",
         f"stdin: {zipapp.name(digest)} ({size} bytes), only where it is missing there; then requests",
-        f"cost: {int(place.host.ssh is not None)} connection, {calls} pct call"
-        f"{'' if calls == 1 else 's'}, 1 round trip for each request",
+        f"cost: {_count(connections, 'connection')}, {_count(calls, 'pct call')}, 1 round trip for each request",
     ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

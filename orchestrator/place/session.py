@@ -22,8 +22,9 @@ from orchestrator.remote import frames, zipapp
 # Seconds of silence until the place has said its first word, and between that and the server's hello.
 FIRST_WORD = 30.0
 HELLO = 30.0
-# Seconds a lost command has to tell its exit status and last words.
+# Seconds that a command which ended has to tell its exit status, and its last words on stderr.
 LAST_WORDS = 2.0
+SETTLE = 0.5
 
 ERRORS: dict[str, type[OrchError]] = {
     "failed": OrchError,
@@ -202,7 +203,8 @@ class Incoming:
 
 
 def last_words(channel: Channel) -> str:
-    """The last line of stderr, for a message."""
+    """The last line of stderr, for a message; it may come a little later than the end of stdout."""
+    channel.stderr_ended(SETTLE)
     lines = channel.stderr().decode("utf-8", "replace").strip().splitlines()
     return lines[-1].strip()[:300] if lines else ""
 
@@ -265,8 +267,8 @@ def _greet(place: Place, connection: Connection, channel: Channel, nonce: str, a
         if greet.lines != heard:
             heard = greet.lines
             end = time.monotonic() + FIRST_WORD
-    incoming = Incoming(channel, greet.rest)
     try:
+        incoming = Incoming(channel, greet.rest)
         frame = incoming.next(HELLO)
     except (TimeoutError, frames.FrameError) as error:
         raise ConnectionLost(

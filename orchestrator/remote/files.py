@@ -52,14 +52,24 @@ def get(args: Dict[str, Any], call: Call) -> Tuple[Dict[str, Any], bytes]:
         if error.errno == errno.ELOOP:
             raise OpError("refused", "%s is a link" % full) from None
         raise
-    with os.fdopen(fd, "rb") as file:
-        info = os.fstat(file.fileno())
+    try:
+        info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise OpError("refused", "%s is not a regular file" % full)
         if "length" not in args and info.st_size - offset > MAX_PAYLOAD:
             raise OpError("refused", "%s has %d bytes: too many for one answer" % (full, info.st_size))
-        file.seek(offset)
-        return {"size": info.st_size, "mtime": info.st_mtime}, file.read(min(length, MAX_PAYLOAD))
+        pieces = []
+        left = min(length, MAX_PAYLOAD)
+        while left > 0:
+            piece = os.pread(fd, left, offset)
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+            left -= len(piece)
+    finally:
+        os.close(fd)
+    return {"size": info.st_size, "mtime": info.st_mtime}, b"".join(pieces)
 
 
 def put(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
