@@ -26,18 +26,19 @@ _NETWORK = re.compile(
     r"Failed to establish a new connection|NameResolutionError|Failed to resolve|failure in name resolution"
     r"|Name or service not known|ConnectTimeoutError|ReadTimeoutError|Connection refused|ProxyError"
     r"|Network is unreachable|No route to host|RemoteDisconnected|ConnectionResetError|Connection broken"
-    r"|Failed to connect|timed out|Connection (?:failed|aborted)"
+    r"|Failed to connect|timed out|SSLError|Connection (?:failed|aborted)"
 )
 _REASONS = (
     (
         re.compile(r"NameResolutionError|Failed to resolve|name resolution|Name or service not known"),
         "its name does not resolve",
     ),
+    (re.compile(r"SSLError"), "the TLS handshake fails"),
     (re.compile(r"ProxyError"), "the proxy does not answer"),
     (re.compile(r"refused"), "the connection is refused"),
     (re.compile(r"imed out|TimeoutError"), "no answer in time"),
 )
-_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed|SSLError|SSL verification")
+_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed")
 _MISMATCH = re.compile(
     r"^\s+([^\s@]+)@?(?: \S+)??(?: from (\S+?))?(?: \(from [^\n]*\))?:\n"
     r"\s+Expected sha256[\s\S]*?Got\s+([0-9a-f]{64})",

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from orchestrator.environment.target import Target, tags
 from orchestrator.errors import OrchError
 
 CHUNK = 1 << 20
+_STALE = 86400.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,27 @@ class WheelStore:
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
         """A folder on the store's file system that is gone afterwards. Raises OrchError."""
+        folder = None
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            self._sweep()
             folder = Path(tempfile.mkdtemp(prefix="fetch-", dir=self.root))
+            yield folder
         except OSError as error:
             raise OrchError(
-                f"the wheel store {self.root} cannot be written: {error.strerror}",
+                f"the wheel store {self.root} cannot be written: {error.strerror or error}",
                 hint="ORCH_CACHE_DIR names another folder",
             ) from None
-        try:
-            yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Removes the workspaces of those who were killed: nobody fetches for so long."""
+        for folder in self.root.glob("fetch-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > _STALE:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, path: Path, *, said_by_index: bool = False) -> Wheel:
         """Takes a wheel in from a workspace, whoever else adds the same at that moment.

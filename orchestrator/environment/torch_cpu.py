@@ -85,6 +85,7 @@ def fetch_cpu(pin: Pin, target: Target, store: WheelStore, progress: Progress) -
                 return store.add(download([line], target, folder, progress)[0])
             except (NoWheel, WrongHash):
                 pass  # the lock knows other platforms' builds, or pip knows no index that has one
+        progress("looking for torch's CPU build", 0, 1, "wheels")
         settings = pip_settings()
         unreachable = False
         for backend in (False, True):

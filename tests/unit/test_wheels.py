@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -153,6 +154,16 @@ def test_a_store_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OrchError, match="cannot be written"), WheelStore(tmp_path / "file/store").workspace():
         pass
+
+
+def test_workspaces_of_the_killed_are_removed(store):
+    old, new = store.root / "fetch-old", store.root / "fetch-new"
+    old.mkdir(parents=True)
+    new.mkdir()
+    os.utime(old, (0, 0))
+    with store.workspace() as folder:
+        assert not old.exists() and new.exists() and folder.is_dir()
+    assert not folder.exists()
 
 
 def test_the_cache_folder_is_named_by_the_environment(tmp_path, monkeypatch):
