@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from .rundir import (
     RunDir,
     State,
     find,
+    fsync_dir,
     list_runs,
     locked,
     runs_dir,
@@ -29,6 +31,7 @@ from .rundir import (
 
 CLAIM_PATIENCE = 10.0
 START_PATIENCE = 15.0
+_HALF = ".claim-"
 # what the launcher may not hand over, since others write it
 _OURS = {"state.json", "secrets.json", "stop.json", "lock", "console.log"}
 _OURS |= {"metrics.jsonl", "gpu.jsonl", "events.jsonl", "runner.log"}
@@ -97,36 +100,43 @@ def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> O
 
 
 def _new_run(call: Any, args: Dict[str, Any], recipe: str, launcher: Dict[str, Any]) -> Dict[str, Any]:
-    stem = "%s-%s" % (recipe, time.strftime("%Y%m%d-%H%M%S"))
-    for number in range(1, 1000):
-        run = RunDir.of(call.root, stem if number == 1 else "%s-%d" % (stem, number))
-        try:
-            os.mkdir(run.path, 0o700)
-        except FileExistsError:
-            continue
-        break
-    else:
-        raise OpError("failed", "%s: no free name for a run" % stem)
+    """Made beside and renamed, so that a claim that is cut off leaves no half of a run; under the claim lock."""
+    run = _free_name(call.root, "%s-%s" % (recipe, time.strftime("%Y%m%d-%H%M%S")))
+    for name in os.listdir(runs_dir(call.root)):
+        if name.startswith(_HALF):  # of a claim that was cut off: this one holds the lock
+            shutil.rmtree(os.path.join(runs_dir(call.root), name), ignore_errors=True)
+    half = RunDir(os.path.join(runs_dir(call.root), _HALF + run.run))
+    state: State = {"version": 1, "run": run.run, "recipe": recipe, "phase": "preparing"}
+    state.update({key: args.get(key) for key in ("digest", "user", "workstation", "place")})
+    state.update(created=time.time(), launcher=launcher)
+    for key in ("environment", "code", "runner", "trainer", "started", "heartbeat", "step", "step_at"):
+        state[key] = None
+    state.update(tokens_per_second=None, exit=None, stop=None)
+    fd = None
     try:
-        fd = run.try_lock()
+        os.mkdir(half.path, 0o700)
+        fd = half.try_lock()
         assert fd is not None
-        state: State = {"version": 1, "run": run.run, "recipe": recipe, "phase": "preparing"}
-        state.update({key: args.get(key) for key in ("digest", "user", "workstation", "place")})
-        state.update(created=time.time(), launcher=launcher)
-        for key in ("environment", "code", "runner", "trainer", "started", "heartbeat", "step", "step_at"):
-            state[key] = None
-        state.update(tokens_per_second=None, exit=None, stop=None)
-        run.write_state(state)
+        half.write_state(state)
+        os.rename(half.path, run.path)
+        fsync_dir(runs_dir(call.root))
     except OSError:
-        for name in ("lock", "state.json"):
-            _remove(run.file(name))
-        with contextlib.suppress(OSError):
-            os.rmdir(run.path)
+        if fd is not None:
+            os.close(fd)
+        shutil.rmtree(half.path, ignore_errors=True)
         raise
     call.keep[_key(run.run)] = fd
     with contextlib.suppress(OSError):
         run.event("claimed", user=args.get("user"), workstation=args.get("workstation"))
     return {"run": run.run, "how": "new", "state": state}
+
+
+def _free_name(root: str, stem: str) -> RunDir:
+    for number in range(1, 10000):
+        run = RunDir.of(root, stem if number == 1 else "%s-%d" % (stem, number))
+        if not os.path.lexists(run.path):
+            return run
+    raise OpError("failed", "%s: no free name for a run" % stem)
 
 
 def start(args: Dict[str, Any], call: Any) -> Dict[str, Any]:

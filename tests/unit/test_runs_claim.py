@@ -61,6 +61,25 @@ def test_a_new_run(client: Client) -> None:
     assert stat.S_IMODE(Path(client.dir(found["run"]).path).stat().st_mode) == 0o700
 
 
+def test_a_claim_that_fails_or_was_cut_off_leaves_no_run(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "runs" / ".claim-demo-20200101-000000"
+    half.mkdir(parents=True)
+    (half / "lock").touch()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            client.claim()
+    assert client.call("list_runs")["runs"] == []
+    run = client.claim()["run"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".claim.lock", run]
+
+
 def test_of_two_claims_at_once_one_is_new_and_one_is_busy(client: Client, tmp_path: Path) -> None:
     clients = [Client(tmp_path) for _ in range(6)]
     answers: list[dict[str, Any]] = []
