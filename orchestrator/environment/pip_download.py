@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
+from urllib.parse import unquote
 
 from orchestrator.environment.progress import Progress
 from orchestrator.environment.target import Target, platforms
@@ -40,7 +41,7 @@ _REASONS = (
 )
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed")
 _MISMATCH = re.compile(
-    r"^\s+([^\s@]+)@?(?: \S+)??(?: from (\S+?))?(?: \(from [^\n]*\))?:\n"
+    r"^\s+([^\s@]+) ?(?:@ \S+)?(?: from (\S+?))?(?: \(from [^\n]*\))?:\n"
     r"\s+Expected sha256[\s\S]*?Got\s+([0-9a-f]{64})",
     re.MULTILINE,
 )
@@ -162,6 +163,7 @@ def explain(output: str, target: Target, files: int) -> OrchError:
     wrong = _MISMATCH.search(output)
     if wrong:
         file = (wrong.group(2) or wrong.group(1)).split("#")[0].rsplit("/", 1)[-1]
+        file = unquote(file)
         return WrongHash(
             f"{file} as it was fetched has sha256 {wrong.group(3)}, which is none of those that requirements.lock "
             f"or the index gives for {wrong.group(1)}: it is not the file that was meant, and nothing of it is used"

@@ -127,6 +127,27 @@ def test_offline_is_one_sentence_and_soon(store, monkeypatch):
         ),
         ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", Offline, "certificate"),
         ("ERROR: Could not install: [Errno 28] No space left on device", OrchError, "full"),
+        *(
+            (
+                f"ERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n    {line}:\n"
+                f"        Expected sha256 {'0' * 64}\n             Got        {'1' * 64}\n",
+                WrongHash,
+                words,
+            )
+            for line, words in (
+                (
+                    "tiny==1.0 from https://h/tiny-1.0-py3-none-any.whl (from -r w (line 1))",
+                    "tiny-1.0-py3-none-any.whl as",
+                ),
+                (
+                    "t@ file:///l/t-2%2Bcpu-x.whl from file:///l/t-2%2Bcpu-x.whl (from -r w (line 1))",
+                    "t-2+cpu-x.whl as",
+                ),
+                ("t @ file:///l/t-2%2Bcpu-x.whl from file:///l/t-2%2Bcpu-x.whl (from -r w (line 1))", "gives for t:"),
+                ("tiny==1.0 from https://h/tiny-1.0.whl#sha256=00", "tiny-1.0.whl as"),
+                ("tiny==1.0", "tiny==1.0 as"),
+            )
+        ),
         ("ERROR: something else\n", OrchError, "something else"),
         ("", OrchError, "said nothing"),
         ("    The user requested tiny==1.0\nERROR: ResolutionImpossible: for help", NoWheel, "tiny 1.0"),
