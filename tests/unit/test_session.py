@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.config.models import Container, Host, Place, Ssh
 from orchestrator.errors import ConnectionLost, NotFound, OrchError, Refused, Unreachable, UsageError
-from orchestrator.place import greeting, session
+from orchestrator.place import greeting, local, session
 from orchestrator.place.greeting import Greeting, config_digest, failed
 from orchestrator.place.local import LocalConnection
 from orchestrator.place.session import explain, open_session
@@ -172,6 +172,7 @@ def test_ways_to_fail_at_the_start(script, kind, words):
 )
 def test_silence_is_told_by_who_is_silent(script, words, monkeypatch):
     monkeypatch.setattr(session, "FIRST_WORD", 0.3)
+    monkeypatch.setattr(local, "GRACE", 0.1)
     with pytest.raises(Unreachable, match=words):
         open_session(PCT, connect=lambda _: Scripted(script))
 
