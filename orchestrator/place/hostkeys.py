@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -26,6 +27,8 @@ class Trusted:
     path: Path
     how: Literal["recorded", "known", "replaced"]
     removed: tuple[Entry, ...] = ()
+    # The same of jump hosts on the way that were not known.
+    hops: tuple[Trusted, ...] = ()
 
 
 # Shown the host's address, the key it offers, and the entries that would go; answers whether to go on.
@@ -43,20 +46,37 @@ def offered_key(host: Host) -> HostKey:
 def trust(
     host: Host, *, fingerprint: str | None = None, replace: bool = False, confirm: Confirm | None = None
 ) -> Trusted:
-    """Records the key that a host offers.
+    """Records the key that a host offers; before it those of jump hosts on the way, where `confirm` is there to ask.
 
     Raises Refused where `fingerprint` (SHA256:…) is not that of the offered key, where another key is recorded and
     `replace` is false, where `confirm` says no, or where the key is revoked; UsageError, Unreachable.
     """
-    route = _route(host)
+    *jumps, route = _route(host).hops
+    hops = []
+    for jump in jumps:
+        key = _offered(host, jump)
+        try:
+            known_hosts.check(key, _files(jump), jump.recorded_as, host.name, jump.address)
+        except Refused:
+            if confirm is None:
+                raise
+            hops.append(_record(host, jump, key, replace, confirm))
     key = _offered(host, route)
     if fingerprint is not None and not same_fingerprint(fingerprint, key.fingerprint):
         raise Refused(
             f"the host key of {route.address} is {key.type} {key.fingerprint}, not {fingerprint}: nothing is recorded"
         )
-    entries = known_hosts.recorded((*route.known_hosts, *route.global_known_hosts), route.recorded_as)
+    return dataclasses.replace(_record(host, route, key, replace, confirm), hops=tuple(hops))
+
+
+def _files(route: Route) -> tuple[Path, ...]:
+    return (*route.known_hosts, *route.global_known_hosts)
+
+
+def _record(host: Host, route: Route, key: HostKey, replace: bool, confirm: Confirm | None) -> Trusted:
+    entries = known_hosts.recorded(_files(route), route.recorded_as)
     if any(entry.revoked and entry.key == key for entry in entries):
-        known_hosts.check(key, [e.path for e in entries], route.recorded_as, host.name, route.address)
+        known_hosts.check(key, _files(route), route.recorded_as, host.name, route.address)
     good = [entry for entry in entries if not entry.revoked]
     for entry in good:
         if entry.key == key:

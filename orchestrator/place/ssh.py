@@ -200,6 +200,7 @@ def _fabric(name: str, route: Route, closing: list[Any]) -> fabric.Connection:
             "banner_timeout": BANNER,
             "auth_timeout": AUTH,
             "channel_timeout": CHANNEL,
+            "compress": route.compress,
         },
     )
     connection.client.set_missing_host_key_policy(CheckedKeys(route, name))

@@ -25,13 +25,15 @@ BOUND = 10.0
 # Jumps behind one another before the configuration counts as one that goes in circles.
 MOST_JUMPS = 8
 
+DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+
 # What the fallback understands, and what it may pass over since it does not change where and as whom one arrives.
 UNDERSTOOD = (
     "host match hostname user port identityfile identitiesonly identityagent userknownhostsfile "
-    "globalknownhostsfile hashknownhosts proxyjump proxycommand hostkeyalias connecttimeout addressfamily"
+    "globalknownhostsfile hashknownhosts proxyjump proxycommand hostkeyalias connecttimeout addressfamily compression"
 )
 PASSED_OVER = (
-    "addkeystoagent batchmode checkhostip compression connectionattempts controlmaster controlpath controlpersist "
+    "addkeystoagent batchmode checkhostip connectionattempts controlmaster controlpath controlpersist "
     "enableescapecommandline escapechar exitonforwardfailure fingerprinthash forwardagent forwardx11 "
     "forwardx11trusted gssapiauthentication gssapidelegatecredentials ignoreunknown ipqos kbdinteractiveauthentication "
     "localforward loglevel numberofpasswordprompts passwordauthentication permitlocalcommand preferredauthentications "
@@ -57,6 +59,7 @@ class Route:
     host_key_alias: str | None = None
     family: int = socket.AF_UNSPEC
     connect_timeout: float = 10.0
+    compress: bool = False
     proxy_command: str | None = None
     jump: Route | None = None
 
@@ -67,6 +70,11 @@ class Route:
             return self.host_key_alias.lower()
         name = self.hostname.lower()
         return name if self.port == 22 else f"[{name}]:{self.port}"
+
+    @property
+    def hops(self) -> tuple[Route, ...]:
+        """Every machine on the way, this one last."""
+        return (*(self.jump.hops if self.jump is not None else ()), self)
 
     @property
     def address(self) -> str:
@@ -87,8 +95,14 @@ def resolve(ssh: Ssh) -> Route:
         # As with `ssh -i`, the named key comes first.
         route = replace(route, identity_files=(own, *(f for f in route.identity_files if f != own)))
     if ssh.known_hosts is not None:
-        route = replace(route, known_hosts=(ssh.known_hosts.expanduser(),), global_known_hosts=())
+        route = _judged_by(route, ssh.known_hosts.expanduser())
     return route
+
+
+def _judged_by(route: Route, file: Path) -> Route:
+    """A known_hosts file that is named in hosts.yaml counts for every machine on the way, and alone."""
+    jump = _judged_by(route.jump, file) if route.jump is not None else None
+    return replace(route, known_hosts=(file,), global_known_hosts=(), jump=jump)
 
 
 def _lookup(ssh: Ssh, alias: str, user: str | None, port: int | None, depth: int) -> Route:
@@ -223,7 +237,8 @@ def settle(words: Mapping[str, Sequence[str]], alias: str, user: str | None, por
         return tuple(Path(expand(name)).expanduser() for name in names)
 
     command = first(words, "proxycommand")
-    named = [*words.get("certificatefile", []), *words.get("identityfile", [])]
+    # OpenSSH names its default keys itself.
+    named = [*words.get("certificatefile", []), *words.get("identityfile", DEFAULT_KEYS)]
     families = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
     return Route(
         alias=alias,
@@ -238,6 +253,7 @@ def settle(words: Mapping[str, Sequence[str]], alias: str, user: str | None, por
         hash_known_hosts=(first(words, "hashknownhosts") or "no") in ("yes", "true"),
         host_key_alias=alias_of_key,
         family=families.get((first(words, "addressfamily") or "any").lower(), socket.AF_UNSPEC),
+        compress=(first(words, "compression") or "no") in ("yes", "true"),
         proxy_command=expand(command) if command and command.lower() != "none" else None,
     )
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from orchestrator.config.models import Host, Place
 from orchestrator.place.exec import run_exec
 
+from .conftest import until
+
 PLACES = ("local", "host", "pct", "lxc")
 # Any text an argument can be: no NUL, and only what is a file name's worth of Unicode.
 ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
@@ -160,3 +162,18 @@ def test_the_environment_of_the_host_stays_there(lab):
     names = {line.split(b"=")[0] for line in out.splitlines()}
     assert {b"HOME", b"PATH", b"LANG"} <= names
     assert not names & {b"SSH_CLIENT", b"SSH_CONNECTION", b"MAIL"}
+
+
+def test_an_interrupt_ends_the_command_there(place, lab):
+    class Interrupted(io.BytesIO):
+        def write(self, data):
+            raise KeyboardInterrupt
+
+    def left():
+        vmid = "200" if place.container else None
+        words = lab.run("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '", vmid=vmid, check=False).stdout
+        return "sleep 12345" in words
+
+    with pytest.raises(KeyboardInterrupt):
+        run_exec(place, ["sh", "-c", "echo started; sleep 12345; echo next"], None, Interrupted(), io.BytesIO())
+    assert until(lambda: not left())

@@ -41,8 +41,8 @@ def test_first_contact_is_one_connection_and_one_pct_call(lab, relay):
 
 def test_the_hello_tells_of_host_and_container(lab):
     # Where its installer puts it, which is not on pct's PATH.
-    fake = "cd /root && mkdir -p .local/bin && printf '#!/bin/sh\\necho uv 1.2.3\\n' >.local/bin/uv && chmod 755 .local/bin/uv"
-    lab.run("sh", "-c", f"test -e /root/.local/bin/uv || {{ {fake}; }}", vmid="200")
+    fake = "mkdir -p .local/bin && printf '#!/bin/sh\\necho uv 1.2.3\\n' >.local/bin/uv && chmod 755 .local/bin/uv"
+    lab.run("sh", "-c", f"cd /root && test -e .local/bin/uv || {{ {fake}; }}", vmid="200")
     with open_session(lab.place("200")) as it:
         host, inside = it.hello.host, it.hello.container
         assert host["hostname"] == "pve" and inside["hostname"] == "train200"

@@ -126,6 +126,38 @@ def test_a_jump_host_is_gone_through_and_judged(lab, tmp_path):
         connect(Place(host))
 
 
+def test_trust_goes_through_jump_hosts(lab, tmp_path):
+    config = tmp_path / "config"
+    config.write_text(
+        lab.ssh_config.read_text()
+        + f"Host inner\n  HostName localhost\n  Port {lab.info['port']}\n  User root\n  ProxyJump pve\n"
+        f"  IdentityFile {lab.info['key']}\n"
+    )
+    host = Host(name="inner", ssh=Ssh(host="inner", ssh_config=config, known_hosts=tmp_path / "known_hosts"))
+    with pytest.raises(Refused, match=r"root@127\.0\.0\.1:\d+ is not known"):
+        hostkeys.trust(host)
+    asked = []
+    done = hostkeys.trust(host, confirm=lambda address, key, old: asked.append(address) or True)
+    assert asked == [f"root@127.0.0.1:{lab.info['port']}", f"root@localhost:{lab.info['port']}"]
+    assert [hop.how for hop in done.hops] == ["recorded"] and done.how == "recorded"
+    connect(Place(host)).close()
+
+
+def test_without_openssh(lab, monkeypatch):
+    from orchestrator.place import ssh_config
+
+    monkeypatch.setattr(ssh_config.shutil, "which", lambda _: None)
+    with open_session(lab.place("200")) as it:
+        assert it.hello.host["hostname"] == "pve"
+
+
+def test_compression_is_honoured(lab, tmp_path):
+    config = tmp_path / "config"
+    config.write_text(f"{lab.ssh_config.read_text()}  Compression yes\n")
+    with open_session(lab.place("200", ssh_config=config)) as it:
+        assert it.connection._transport.local_compression != "none"
+
+
 def test_a_proxy_command_is_run(lab, tmp_path):
     relay = tmp_path / "relay.py"
     relay.write_text(
