@@ -124,6 +124,7 @@ def _new_run(call: Any, args: Dict[str, Any], recipe: str, launcher: Dict[str, A
         if fd is not None:
             os.close(fd)
         shutil.rmtree(half.path, ignore_errors=True)
+        tmux.kill(run.run)
         raise
     call.keep[_key(run.run)] = fd
     with contextlib.suppress(OSError):
@@ -134,7 +135,7 @@ def _new_run(call: Any, args: Dict[str, Any], recipe: str, launcher: Dict[str, A
 def _free_name(root: str, stem: str) -> RunDir:
     for number in range(1, 10000):
         run = RunDir.of(root, stem if number == 1 else "%s-%d" % (stem, number))
-        if not os.path.lexists(run.path):
+        if not os.path.lexists(run.path) and tmux.reserve(run.run):
             return run
     raise OpError("failed", "%s: no free name for a run" % stem)
 

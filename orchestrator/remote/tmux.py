@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -27,6 +28,28 @@ def socket_name(run: str) -> str:
 def socket_path(run: str) -> str:
     """Where tmux puts that socket when TMUX_TMPDIR is unset, as it always is here."""
     return "/tmp/tmux-%d/%s" % (os.getuid(), socket_name(run))
+
+
+def reserve(run: str) -> bool:
+    """Take the name of the run's socket, so that no other run of this user gets it, whatever root it lies
+    under: one server for two runs would be one run that ends the other. False if it is taken."""
+    path = socket_path(run)
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        # tmux takes a plain file for the rest of a server that is gone, and puts its socket there
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # tmux will say what is wrong there, when it is started
+    return True
+
+
+def _has_socket(run: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(socket_path(run)).st_mode)
+    except OSError:
+        return False
 
 
 def clean_environment() -> Dict[str, str]:
@@ -128,7 +151,7 @@ def pane(run: str) -> Dict[str, Any]:
     unknown."""
     out: Dict[str, Any] = {"session": None, "pane_dead": None, "pane_status": None}
     out.update({"pane_signal": None, "pane_pid": None, "error": None})
-    if not os.path.exists(socket_path(run)):
+    if not _has_socket(run):
         out["session"] = False
         return out
     for attempt in (1, 2):
@@ -154,7 +177,7 @@ def pane(run: str) -> Dict[str, Any]:
 def screen(run: str, history: bool = False, limit: int = 1 << 20) -> Tuple[Optional[str], Optional[str]]:
     """(what the pane shows, with its history if asked, at most the last `limit` characters; None), or
     (None, why)."""
-    if not os.path.exists(socket_path(run)):
+    if not _has_socket(run):
         return None, "the run has no tmux session"
     words = ["capture-pane", "-p", "-J", "-t", SESSION]
     status, text, error = call(run, *words, *(["-S", "-"] if history else []))
@@ -171,7 +194,9 @@ def kill(run: str) -> None:
     path = socket_path(run)
     if not os.path.exists(path):
         return
-    status, _, _ = call(run, "kill-server")
+    status: Optional[int] = 0
+    if _has_socket(run):
+        status, _, _ = call(run, "kill-server")
     if status is not None:  # ended, or there was none
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -131,6 +131,21 @@ def test_another_recipe_user_or_a_wish_for_a_new_one(client: Client, tmp_path: P
     assert len({first, *(other["run"] for other in others)}) == 4
 
 
+def test_runs_of_two_roots_never_share_a_tmux_server(client: Client, tmp_path: Path) -> None:
+    others = [Client(tmp_path / name) for name in ("a", "b")]
+    try:
+        runs = [one.claim()["run"] for one in (client, *others)]
+        assert len(set(runs)) == 3
+        assert tmux.pane(runs[0])["session"] is False
+        client.start(runs[0], LONG)
+        others[0].start(runs[1], LONG)
+        others[0].call("stop", run=runs[1], by="ada")
+        assert client.look(runs[0])["tmux"]["session"] is True
+    finally:
+        for one in others:
+            clean_up(Path(one.root))
+
+
 def test_what_broke_off_is_continued_by_the_next(client: Client, tmp_path: Path) -> None:
     run = client.claim()["run"]
     client.die()
