@@ -46,7 +46,8 @@ def offered_key(host: Host) -> HostKey:
 def trust(
     host: Host, *, fingerprint: str | None = None, replace: bool = False, confirm: Confirm | None = None
 ) -> Trusted:
-    """Records the key that a host offers; before it those of jump hosts on the way, where `confirm` is there to ask.
+    """Records the key that a host offers; before it those of jump hosts on the way, where `confirm` is there to ask
+    and no `fingerprint`, which is the host's own.
 
     Raises Refused where `fingerprint` (SHA256:…) is not that of the offered key, where another key is recorded and
     `replace` is false, where `confirm` says no, or where the key is revoked; UsageError, Unreachable.
@@ -58,7 +59,7 @@ def trust(
         try:
             known_hosts.check(key, _files(jump), jump.recorded_as, host.name, jump.address)
         except Refused:
-            if confirm is None:
+            if confirm is None or fingerprint is not None:
                 raise
             hops.append(_record(host, jump, key, replace, confirm))
     key = _offered(host, route)

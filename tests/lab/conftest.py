@@ -195,9 +195,7 @@ def lab() -> Iterator[Lab]:
         stop(it.dir)
 
 
-@pytest.fixture
-def make_lab() -> Iterator[Callable[..., Lab]]:
-    """Makes labs of one's own, with the options of `up`."""
+def _making() -> Iterator[Callable[..., Lab]]:
     made: list[Lab] = []
 
     def make(*options: str) -> Lab:
@@ -211,20 +209,39 @@ def make_lab() -> Iterator[Callable[..., Lab]]:
             stop(it.dir)
 
 
+@pytest.fixture
+def make_lab() -> Iterator[Callable[..., Lab]]:
+    """Makes labs of one's own, with the options of `up`."""
+    yield from _making()
+
+
+@pytest.fixture(scope="module")
+def make_module_lab() -> Iterator[Callable[..., Lab]]:
+    """The same, for labs that a module's tests share."""
+    yield from _making()
+
+
 class Relay:
     """A TCP relay before the lab's sshd: counts, stalls, cuts."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, lab: Lab, config: Path) -> None:
         self.connections = 0
         self.up = 0  # bytes from the client
         self.down = 0  # bytes to the client
-        self._to = port
+        self._to = int(lab.info["port"])
         self._flowing = threading.Event()
         self._flowing.set()
         self._sockets: list[socket.socket] = []
         self._cut_after: int | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
+        # An SSH configuration whose host `pve` is reached through the relay.
+        self.config = config
+        config.write_text(
+            f"Host pve\n  HostName 127.0.0.1\n  Port {self.port}\n  User root\n  IdentityFile {lab.info['key']}\n"
+            f"  IdentitiesOnly yes\n  UserKnownHostsFile {lab.info['known_hosts']}\n"
+            f"  HostKeyAlias [127.0.0.1]:{self._to}\n"
+        )
         threading.Thread(target=self._accept, daemon=True).start()
 
     def stall(self) -> None:
@@ -278,20 +295,25 @@ class Relay:
 
 
 @pytest.fixture
-def relay(lab: Lab, tmp_path: Path) -> Iterator[Relay]:
-    """A relay before the lab; `relay.config` is an SSH configuration that goes through it."""
-    it = Relay(lab.info["port"])
-    config = tmp_path / "relay_ssh_config"
-    config.write_text(
-        f"Host pve\n  HostName 127.0.0.1\n  Port {it.port}\n  User root\n  IdentityFile {lab.info['key']}\n"
-        f"  IdentitiesOnly yes\n  UserKnownHostsFile {lab.info['known_hosts']}\n"
-        f"  HostKeyAlias [127.0.0.1]:{lab.info['port']}\n"
-    )
-    it.config = config  # type: ignore[attr-defined]
+def make_relay(tmp_path: Path) -> Iterator[Callable[[Lab], Relay]]:
+    """Makes relays before labs; each one's `config` is an SSH configuration that goes through it."""
+    made: list[Relay] = []
+
+    def make(lab: Lab) -> Relay:
+        made.append(Relay(lab, tmp_path / f"relay_ssh_config_{len(made)}"))
+        return made[-1]
+
     try:
-        yield it
+        yield make
     finally:
-        it.close()
+        for it in made:
+            it.close()
+
+
+@pytest.fixture
+def relay(lab: Lab, make_relay: Callable[[Lab], Relay]) -> Relay:
+    """A relay before the lab that all tests share."""
+    return make_relay(lab)
 
 
 @contextlib.contextmanager

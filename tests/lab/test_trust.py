@@ -136,6 +136,8 @@ def test_trust_goes_through_jump_hosts(lab, tmp_path):
     host = Host(name="inner", ssh=Ssh(host="inner", ssh_config=config, known_hosts=tmp_path / "known_hosts"))
     with pytest.raises(Refused, match=r"root@127\.0\.0\.1:\d+ is not known"):
         hostkeys.trust(host)
+    with pytest.raises(Refused, match="is not known"):
+        hostkeys.trust(host, fingerprint="SHA256:of-the-inner-host", confirm=lambda *_: True)
     asked = []
     done = hostkeys.trust(host, confirm=lambda address, key, old: asked.append(address) or True)
     assert asked == [f"root@127.0.0.1:{lab.info['port']}", f"root@localhost:{lab.info['port']}"]
