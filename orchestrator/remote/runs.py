@@ -235,6 +235,7 @@ def _spawn(run: RunDir) -> None:
     command = ["/bin/sh", "-c", 'exec "$@" 2>>"$0"', run.file("runner.log"), *runner_command(run.real)]
     why = tmux.start(run.run, command, run.path)
     if why is not None:
+        _remove(run.file("secrets.json"))
         raise OpError("failed", "%s was not started: %s" % (run.run, why))
 
 

@@ -272,7 +272,8 @@ def test_without_tmux_it_is_said(client: Client, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tmux, "program", lambda: None)
     run = client.claim()["run"]
     with pytest.raises(OpError, match="tmux is not installed"):
-        client.start(run, LONG)
+        client.start(run, LONG, secrets={"TOKEN": "hunter2"})
+    assert not Path(client.dir(run).file("secrets.json")).exists()
 
 
 def test_the_runner_outlives_the_server_that_started_it(client: Client, tmp_path: Path) -> None:
