@@ -18,6 +18,7 @@ def make_wheel(
     tag: str = "py3-none-any",
     padding: int = 0,
     module: str | None = None,
+    requires: Sequence[str] = (),
 ) -> Path:
     """A wheel with one module (of this text), and `padding` bytes that do not compress."""
     path = folder / f"{name}-{version}-{tag}.whl"
@@ -25,7 +26,14 @@ def make_wheel(
     noise = b"".join(hashlib.sha256(b"%d" % block).digest() for block in range(padding // 32))
     files = {
         f"{name}/__init__.py": (module or f'VERSION = "{version}"\n').encode(),
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+        f"{info}/METADATA": "\n".join(
+            [
+                "Metadata-Version: 2.1",
+                f"Name: {name}",
+                f"Version: {version}",
+                *(f"Requires-Dist: {r}" for r in requires),
+            ]
+        ).encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: by-hand\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
     }
     if padding:

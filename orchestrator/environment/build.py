@@ -60,6 +60,15 @@ class EnvironmentPlan:
     to_fetch: int  # files that this machine has to fetch first
     bytes_to_send: int | None  # None while something has to be fetched first
 
+    def __str__(self) -> str:
+        if self.present:
+            return f"environment {self.id} is there"
+        if self.bytes_to_send is None:
+            known = sum(file.size or 0 for file in self.files if not file.there)
+            count = f"{self.to_fetch} wheel{'s' if self.to_fetch > 1 else ''}"
+            return f"environment {self.id}: {count} to fetch first, then those and {known:,} bytes to send"
+        return f"environment {self.id}: {self.bytes_to_send:,} bytes to send, then to build"
+
 
 @dataclass(frozen=True)
 class _Request:

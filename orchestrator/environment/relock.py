@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 
 from orchestrator.environment.pip_settings import pip_settings, uv_environment, uv_flags
 from orchestrator.environment.pylock import NamedWheel, read_pylock
+from orchestrator.environment.store import fits
 from orchestrator.environment.target import Target, uv_platform
 from orchestrator.environment.torch_cpu import is_cuda_only, name_wheel
 from orchestrator.environment.uv_tool import workstation_uv
@@ -30,7 +31,7 @@ from orchestrator.errors import OrchError, UsageError
 _PYTHONS = tuple(f"3.{minor}" for minor in range(10, 15))
 _LINUX = (("x86_64", "2.28"), ("aarch64", "2.28"))
 _TIMEOUT = 600.0  # seconds that one resolution may take
-_LINE = 110
+_KNOWN = "#     known: "
 
 
 def lock(directory: Path) -> str:
@@ -77,7 +78,7 @@ def lock(directory: Path) -> str:
         if cpu:
             listed = read_pylock(_compile(work, pythons[0], environment, flags, "pylock.toml"))
             plain = [wheel for wheel in listed if wheel.name == "torch" and "-macosx_" in wheel.filename]
-            builds = _cpu_builds(spec["torch"], pythons, settings)
+            builds = _cpu_builds(spec["torch"], pythons, settings, _known(directory / "requirements.lock"))
             text = _without(text, "torch")
             for version, marker, wheels in (
                 (spec["torch"], "sys_platform == 'darwin'", plain),
@@ -204,18 +205,33 @@ def _insert(text: str, head: str, wheels: Sequence[NamedWheel]) -> str:
     return "\n".join([*lines, entry]) + "\n"
 
 
-def _cpu_builds(version: str, pythons: Sequence[str], settings: Mapping[str, str]) -> dict[tuple[str, str], NamedWheel]:
-    """torch's CPU wheels that can be found from here, by Python and machine."""
+def _known(path: Path) -> list[NamedWheel]:
+    """torch's CPU builds that the lock had before: none of them is lost where fewer sources are in reach."""
+    if not path.exists():
+        return []
+    found = re.findall(rf"^{_KNOWN}(torch-([^-]+)-\S+\.whl) ([0-9a-f]{{64}})$", path.read_text(), re.MULTILINE)
+    return [NamedWheel("torch", version, "", filename, digest) for filename, version, digest in found]
+
+
+def _cpu_builds(
+    version: str, pythons: Sequence[str], settings: Mapping[str, str], known: Sequence[NamedWheel]
+) -> dict[tuple[str, str], NamedWheel]:
+    """torch's CPU wheels that can be found from here or are known from before, by Python and machine."""
     builds: dict[tuple[str, str], NamedWheel] = {}
-    backend = True
+    reachable = True
     for python in pythons:
         for machine, glibc in _LINUX:
             target = Target(machine, "Linux", ("glibc", glibc), f"{python}.0", "")
+            for wheel in known:
+                if wheel.version == f"{version}+cpu" and fits(wheel.filename, target):
+                    builds[python, machine] = wheel
             print(f"torch {version}+cpu for {python}, {uv_platform(target)} …", file=sys.stderr)
-            answer = name_wheel(f"{version}+cpu", target, settings, backend=backend, files_too=True)
-            backend = backend and not answer.unreachable  # what cannot be reached once is not asked again
-            if answer.wheel:
-                builds[python, machine] = answer.wheel
+            for backend in (False, True) if reachable else (False,):
+                answer = name_wheel(f"{version}+cpu", target, settings, backend=backend, files_too=True)
+                if answer.wheel:
+                    builds[python, machine] = answer.wheel
+                    break
+                reachable = reachable and not (backend and answer.unreachable)  # asked once, not again
     return builds
 
 
@@ -223,7 +239,7 @@ def _cpu_notes(version: str, pythons: Sequence[str], builds: Mapping[tuple[str, 
     wanted = [(python, machine) for python in pythons for machine, _ in _LINUX]
     missing = [pair for pair in wanted if pair not in builds]
     notes = [f"# torch {version}+cpu: hashes of {len(builds)} of {len(wanted)} Linux builds are here"]
-    notes += [f"#     known: {wheel.filename}" for wheel in builds.values()]
+    notes += [f"{_KNOWN}{wheel.filename} {wheel.sha256}" for wheel in builds.values()]
     if missing:
         lacking: dict[str, list[str]] = {}
         for python, machine in missing:

@@ -62,6 +62,7 @@ def test_a_place_with_nothing_gets_uv_wheels_and_an_environment(bare, links, sto
     with open_session(bare.place()) as session:
         before = plan(session, spec, store)
         assert not before.present and before.to_fetch == 2 and before.bytes_to_send is None
+        assert "2 wheels to fetch first" in str(before)
         built = ensure(session, spec, store=store)
         assert built.how == "built" and built.path == f"{ENVS}/{before.id}"
         assert {d["name"] for d in built.manifest["distributions"]} == {"tiny", "other"}

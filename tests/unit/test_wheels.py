@@ -307,6 +307,35 @@ def test_a_lock_is_made_and_read(links, tmp_path, capsys):
     assert relock.main([str(folder)]) == 2
 
 
+def test_a_lock_for_cpu_has_cpu_builds_and_no_cuda(links, tmp_path, capsys):
+    cuda = ["tiny", "nvidia-thing ; sys_platform == 'linux'", "triton ; sys_platform == 'linux'"]
+    make_wheel(links, "tiny")
+    make_wheel(links, "triton")
+    make_wheel(links, "nvidia_thing", requires=["cuda-toolkit"])
+    make_wheel(links, "cuda_toolkit")
+    plain = make_wheel(links, "torch", "2.13.0", "cp311-cp311-macosx_14_0_arm64", requires=cuda)
+    make_wheel(links, "torch", "2.13.0", "cp311-cp311-manylinux_2_28_x86_64", requires=cuda, padding=64)
+    cpu = make_wheel(links, "torch", "2.13.0+cpu", "cp311-cp311-manylinux_2_28_x86_64", requires=["tiny"])
+    folder = tmp_path / "env"
+    folder.mkdir()
+    (folder / "spec.yaml").write_text('python: ">=3.11,<3.12"\ntorch: "2.13.0"\nbackend: cpu\n')
+    (folder / "requirements.in").write_text("torch==2.13.0\n")
+    assert relock.main([str(folder)]) == 0, capsys.readouterr().err
+    text = (folder / "requirements.lock").read_text()
+    assert "hashes of 1 of 2 Linux builds" in text and "unknown: CPython 3.11 on aarch64" in text
+    here = Target("x86_64", "Linux", ("glibc", "2.36"), "3.11.2", "")
+    there = Target("arm64", "Darwin", None, "3.11.4", "", "23.4.0")
+    assert pins(text, here) == [
+        Pin("tiny", "1.0", pins(text, there)[0].hashes),
+        Pin("torch", "2.13.0+cpu", (sha256(cpu),)),
+    ]
+    assert pins(text, there)[1] == Pin("torch", "2.13.0", (sha256(plain),))
+    digest = sha256(cpu)
+    cpu.unlink()
+    assert relock.main([str(folder)]) == 0
+    assert pins((folder / "requirements.lock").read_text(), here)[1].hashes == (digest,)
+
+
 def test_requirements_are_given_to_pip_for_the_place(links, tmp_path):
     make_wheel(links, "native", tag="cp310-abi3-manylinux_2_17_aarch64")
     folder = tmp_path / "work"
