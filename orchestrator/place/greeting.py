@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from importlib import resources
 from typing import Any
 
@@ -99,7 +100,7 @@ class Greeting:
             "boot_id": self.first("host.boot_id"),
             "uptime": _number((uptime or "").partition(" ")[0]),
             "time": _number(time),
-            "driver": self.first("host.driver"),
+            "driver": driver_version(self.first("host.driver")),
             "config": config,
             "config_digest": config_digest(config) if config is not None else None,
             "kernel_log": self.facts.get("host.kernel_log", []),
@@ -123,6 +124,12 @@ def _number(text: str | None) -> float | None:
         return float(text or "")
     except ValueError:
         return None
+
+
+def driver_version(line: str | None) -> str | None:
+    """The version in the first line of /proc/driver/nvidia/version."""
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", line or "")
+    return found.group(0) if found else None
 
 
 def config_digest(lines: list[str]) -> str:

@@ -247,17 +247,33 @@ def _transport(sock: Any, route: Route, options: dict[str, Any]) -> paramiko.Tra
     return transport
 
 
+def _look_up(route: Route) -> list[Any]:
+    """The addresses of a host. Raises Unreachable, and Transient for what may pass."""
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer.extend(socket.getaddrinfo(route.hostname, route.port, route.family, socket.SOCK_STREAM))
+        except OSError as error:
+            answer.append(error)
+
+    # The resolver has bounds of its own, of minutes.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(max(route.connect_timeout, 5.0))
+    if not answer:
+        raise Unreachable(f"the name {route.hostname} is still being looked up: does name resolution work here?")
+    if isinstance(answer[0], OSError):
+        if answer[0].errno == socket.EAI_AGAIN:
+            raise Transient(f"the name {route.hostname} cannot be looked up just now ({answer[0].strerror})")
+        raise Unreachable(f"the name {route.hostname} is not known ({answer[0].strerror}): check host: in hosts.yaml")
+    return answer
+
+
 def _dial(route: Route) -> socket.socket:
     """A TCP connection. Raises Unreachable, and Transient for what may pass."""
     to = f"{route.hostname} port {route.port}"
-    try:
-        found = socket.getaddrinfo(route.hostname, route.port, route.family, socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_AGAIN:
-            raise Transient(f"the name {route.hostname} cannot be looked up just now ({error.strerror})") from None
-        raise Unreachable(
-            f"the name {route.hostname} is not known ({error.strerror}): check host: in hosts.yaml"
-        ) from None
+    found = _look_up(route)
     last: OSError = OSError("no address")
     for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)

@@ -222,6 +222,19 @@ def test_host_facts_are_null_by_themselves():
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021", "470.57.02"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build", "580.159.04"),
+        ("NVRM version: something else", None),
+        (None, None),
+    ],
+)
+def test_the_version_of_the_driver(line, version):
+    assert greeting.driver_version(line) == version
+
+
 def test_the_digest_of_a_configuration():
     assert config_digest(["a: 1", "#note", "lock: backup"]) == config_digest(["a: 1"]) != config_digest(["a: 2"])
 
