@@ -40,6 +40,8 @@ def attach_argv(place: Place, run: str) -> list[str]:
     # TERM may name a terminal that the place does not know; tmux refuses to start then.
     tmux = [
         "env",
+        "-u",
+        "TMUX_TMPDIR",
         f"TERM={_plain_term()}",
         "LANG=C.UTF-8",
         "tmux",

@@ -26,7 +26,8 @@ Signature = Tuple[Any, ...]
 def probe(args: Dict[str, Any], call: Any) -> Tuple[Dict[str, Any], bytes]:
     """One look at the place. All arguments may be missing.
 
-    `runs`: [id...] | "active" (not ended by their record, lost ones too) | "latest" | "all"; `tail_lines`:
+    `runs`: [id...] | "active" (not ended by their record, lost ones too) | "latest" (the
+    active ones, and if there is none the newest) | "all"; `tail_lines`:
     lines of each log where no offset is given; `offset`: {run: {"inode", "offset"}}; `limit`: bytes of log a
     run; `screen`, `gpus`: whether wanted; `wait`: seconds (at most 60) until something changes; `known`:
     {run: phase} that the caller knows, so that no change between two calls is missed.
@@ -69,10 +70,9 @@ def _choose(wanted: Any, root: str) -> Tuple[List[RunDir], int]:
     if isinstance(wanted, list):
         return [find(root, name) for name in wanted[:MOST_RUNS]], max(0, len(wanted) - MOST_RUNS)
     found = list_runs(root)
-    if wanted == "latest":
-        return found[:1], 0
-    if wanted == "active":
-        found = [run for run in found if _may_be_active(run)]
+    if wanted in ("active", "latest"):
+        active = [run for run in found if _may_be_active(run)]
+        found = active or (found[:1] if wanted == "latest" else [])
     elif wanted != "all":
         raise OpError("usage", "runs: %r is neither a list of runs, nor active, latest, all" % (wanted,))
     return found[:MOST_RUNS], max(0, len(found) - MOST_RUNS)

@@ -73,6 +73,9 @@ def test_which_runs(client: Client) -> None:
     assert names("active") == [second]
     assert names("latest") == [second]
     assert names("all") == [second, first]
+    client.call("stop", run=second)
+    assert names("active") == []
+    assert names("latest") == [second]  # nothing is under way: the one that was last
     assert names([first]) == [first]
     with pytest.raises(OpError) as caught:
         names(["demo-0"])
