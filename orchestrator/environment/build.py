@@ -16,7 +16,7 @@ from orchestrator.config.models import EnvironmentSpec
 from orchestrator.environment.lock import Pin, environment_id, pins
 from orchestrator.environment.progress import Progress, silent
 from orchestrator.environment.store import CHUNK, Wheel, WheelStore
-from orchestrator.environment.target import Target, choose_python, target_of
+from orchestrator.environment.target import PythonAtPlace, Target, choose_python, target_of
 from orchestrator.environment.torch_cpu import cpu_pins, wants_cpu
 from orchestrator.environment.uv_tool import UvProgram, uv_there, uv_to_send
 from orchestrator.environment.wheels import fetch, stored
@@ -81,9 +81,9 @@ class _Request:
     expect: Mapping[str, str | None]
 
 
-def request(session: Session, spec: EnvironmentSpec) -> _Request:
+def request(session: Session, spec: EnvironmentSpec, python: PythonAtPlace | None = None) -> _Request:
     """Works out what the spec means at the place. Nothing is asked there. Raises OrchError, ConfigError."""
-    target = target_of(session.hello, choose_python(spec, session.hello))
+    target = target_of(session.hello, python or choose_python(spec, session.hello))
     where = str(spec.directory / "requirements.lock")
     wanted = pins(spec.lock_text, target, where=where)
     torch = next((pin for pin in wanted if pin.name == "torch"), None)
