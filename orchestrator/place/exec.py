@@ -15,14 +15,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from orchestrator.config.models import Place
 from orchestrator.errors import ConnectionLost, OrchError, Unreachable, UsageError
 from orchestrator.place import greeting
 from orchestrator.place.connection import Channel, Connection, Tail
 from orchestrator.place.container import learn_keep_env, wrap
 from orchestrator.place.session import connect
+
+if TYPE_CHECKING:
+    from orchestrator.config.models import Place
 
 # Seconds until the place has begun the command.
 BEGIN = 30.0

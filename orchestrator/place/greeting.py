@@ -6,12 +6,14 @@ import functools
 import hashlib
 import re
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.models import Place
 from orchestrator.errors import ConnectionLost, OrchError, Unreachable, UsageError
 from orchestrator.place.container import classify, foreign_shell, wrap
 from orchestrator.remote import zipapp
+
+if TYPE_CHECKING:
+    from orchestrator.config.models import Place
 
 # Bytes without a line of ours: more than any banner.
 NOISE = 4 << 20

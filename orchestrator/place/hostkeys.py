@@ -8,13 +8,15 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from orchestrator.config.models import Host
 from orchestrator.errors import Refused, UsageError
 from orchestrator.place import known_hosts
 from orchestrator.place.known_hosts import Entry, HostKey
 from orchestrator.place.ssh_config import Route, resolve
+
+if TYPE_CHECKING:
+    from orchestrator.config.models import Host
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.models import Place
 from orchestrator.errors import ConnectionLost, NotFound, OrchError, Refused, Unreachable, UsageError
 from orchestrator.place import greeting
 from orchestrator.place.connection import Channel, Connection, command_line
 from orchestrator.place.container import learn_keep_env
 from orchestrator.remote import frames, zipapp
+
+if TYPE_CHECKING:
+    from orchestrator.config.models import Place
 
 # Seconds of silence until the place has said its first word, and between that and the server's hello.
 FIRST_WORD = 30.0
@@ -34,7 +36,7 @@ ERRORS: dict[str, type[OrchError]] = {
 }
 
 OnEvent = Callable[[dict[str, Any]], None]
-Connect = Callable[[Place], Connection]
+Connect = Callable[["Place"], Connection]
 
 
 @dataclass(frozen=True)

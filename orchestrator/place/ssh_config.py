@@ -15,10 +15,12 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.models import Ssh
 from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.config.models import Ssh
 
 # Seconds for `ssh -G`, which may run the commands of `Match exec`.
 BOUND = 10.0
