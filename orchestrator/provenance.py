@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from orchestrator.environment.build import BuiltEnvironment
     from orchestrator.place.session import Hello
 
+_HOST = ("hostname", "kernel", "boot_id", "driver", "config", "config_digest")
+_CONTAINER = ("hostname", "machine", "system", "libc", "kernel", "boot_id", "cpus", "memory_limit")
+
 
 def provenance(
     recipe: Recipe, place: Place, hello: Hello, environment: BuiltEnvironment, snapshot: Snapshot
@@ -36,11 +39,8 @@ def provenance(
         },
         "code": {"digest": snapshot.digest, **_git(trainer_dir())},
         "compile_cache": None,
-        "host": dict(hello.host),
-        "container": {
-            name: container.get(name)
-            for name in ("hostname", "machine", "system", "libc", "kernel", "boot_id", "cpus", "memory_limit")
-        },
+        "host": {name: hello.host.get(name) for name in _HOST},
+        "container": {name: container.get(name) for name in _CONTAINER},
         "secrets": sorted(recipe.secrets),
     }
 
