@@ -6,8 +6,10 @@ not in it is looked for at every place, and put back.
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,15 +53,36 @@ def _database() -> Iterator[sqlite3.Connection]:
     path = directory / "index.sqlite"
     try:
         connection = _opened(path)
-    except sqlite3.DatabaseError:
+    except sqlite3.DatabaseError as error:
+        if not _damaged(error):
+            raise
         # An index is worth nothing that a look at the places can't give back.
         path.unlink(missing_ok=True)
         connection = _opened(path)
     try:
         with connection:
             yield connection
+    except sqlite3.DatabaseError as error:
+        if _damaged(error):
+            path.unlink(missing_ok=True)
+        raise
     finally:
         connection.close()
+
+
+def _damaged(error: sqlite3.DatabaseError) -> bool:
+    """Not so where the disk is full, or another command keeps the file locked: its kinds are more special."""
+    return type(error) is sqlite3.DatabaseError
+
+
+@functools.lru_cache(maxsize=1)
+def _warn(why: str) -> None:
+    """Once: without the index everything still works, only slower."""
+    print(
+        f"orch: the index of runs in {state_directory()} cannot be used ({why}): each place is asked instead "
+        "(ORCH_STATE_DIR names another folder)",
+        file=sys.stderr,
+    )
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -74,22 +97,29 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def remember(entries: list[Entry]) -> None:
-    """Put runs into the index."""
-    with _database() as database:
-        database.executemany(
-            "insert or replace into runs values (?, ?, ?, ?)",
-            [(entry.run, entry.place, entry.recipe, entry.created) for entry in entries],
-        )
+    """Put runs into the index, as far as it can be written."""
+    try:
+        with _database() as database:
+            database.executemany(
+                "insert or replace into runs values (?, ?, ?, ?)",
+                [(entry.run, entry.place, entry.recipe, entry.created) for entry in entries],
+            )
+    except (OSError, sqlite3.Error) as error:
+        _warn(str(error))
 
 
 def known(place: str | None = None) -> list[Entry]:
-    """Every run in the index, the newest first."""
-    with _database() as database:
-        rows = database.execute(
-            "select run, place, recipe, created from runs where ?1 is null or place = ?1 "
-            "order by created desc, run desc",
-            (place,),
-        ).fetchall()
+    """Every run in the index, the newest first; none where it cannot be read."""
+    try:
+        with _database() as database:
+            rows = database.execute(
+                "select run, place, recipe, created from runs where ?1 is null or place = ?1 "
+                "order by created desc, run desc",
+                (place,),
+            ).fetchall()
+    except (OSError, sqlite3.Error) as error:
+        _warn(str(error))
+        return []
     return [Entry(*row) for row in rows]
 
 

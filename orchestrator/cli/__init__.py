@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 
 def main() -> None:
     """Entry point of the script `orch`. Exit codes: see docs/operations.md."""
     from orchestrator.cli.app import app
-    from orchestrator.cli.output import report_error
+    from orchestrator.cli.output import report_error, report_fault, sound_streams
     from orchestrator.errors import OrchError
 
+    sound_streams()
     try:
-        app()
+        _run(app)
     except OrchError as error:
         report_error(error)
         sys.exit(error.exit_code)
@@ -21,5 +23,30 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output is gone; say nothing, also not when Python flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
+    except Exception as error:
+        if os.environ.get("ORCH_DEBUG"):
+            raise
+        report_fault(error)
+        if isinstance(error, OSError):
+            _drop_output()
+        sys.exit(1)
+
+
+def _run(app: Callable[[], None]) -> None:
+    """The command; what it wrote is out at its end, while a full disk or a reader that left can still be told."""
+    try:
+        app()
+    except SystemExit as ended:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            if not ended.code:
+                raise
+            _drop_output()
+        raise
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from orchestrator.config import Host, Place, Project, find_project, load_hosts
 from orchestrator.survey import find_run
 
 
 def project_and_hosts() -> tuple[Project, dict[str, Host]]:
     """The project found from the current directory upwards, and its hosts."""
-    project = find_project(Path.cwd())
+    project = find_project()
     return project, load_hosts(project)
 
 

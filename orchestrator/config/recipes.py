@@ -21,6 +21,7 @@ _TYPED = frozenset({"settings"})
 # names that promise a secret; TOKEN alone also names special tokens of a vocabulary (short, or <|…|>)
 _SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY)\Z", re.I)
 _SECRET_LENGTH = 16
+_DEEPEST = 64  # parts of a dotted key
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
         loc: Loc = tuple(key.split("."))
         # the value may be anything, so it is not part of the label
         label = f"--set {key[:60]}"
-        if not equals or not all(loc):
+        if not equals or not all(loc) or len(loc) > _DEEPEST:
             problems.append(f"--set takes KEY=VALUE with a dotted key, such as settings.steps=5, not {quote(key)}")
             continue
         try:

@@ -122,6 +122,9 @@ def parse_yaml(text: str, where: Where, typed: Collection[str] = (), at: Loc = (
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         # a bracket or quote that stays open is shown where it opens, not where the file ends
+        braced = _braced(error, text)
+        if braced is not None:
+            raise ConfigError([f"{where(*braced[:2])}: {braced[2]}"]) from error
         opens = "flow" in (error.context or "") or "quoted scalar" in (error.context or "")
         mark = (error.context_mark if opens else None) or error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -147,6 +150,21 @@ def dump_yaml(data: Any) -> str:
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
+def _braced(error: yaml.MarkedYAMLError, text: str) -> tuple[int, int, str] | None:
+    """Line, column and sentence where `{run_dir}/x` stands without quotes: a mapping to YAML, with text after it."""
+    mark = error.problem_mark
+    lines = text.splitlines()
+    if mark is None or mark.line >= len(lines) or "'<scalar>'" not in (error.problem or ""):
+        return None
+    line = lines[mark.line]
+    found = re.search(r"\{[^{}]*\}\s*\Z", line[: mark.column])
+    if found is None:
+        return None
+    whole = re.split(r"[,\]}]|\s+#", line[found.end() :])[0].rstrip()
+    sentence = f'text that begins with "{{" needs quotes: "{line[found.start() : found.end()]}{whole}"'
+    return mark.line + 1, found.start() + 1, sentence
+
+
 def _syntax(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> str:
     problem = error.problem or error.context or "it cannot be parsed"
     lines = text.splitlines()
@@ -168,6 +186,17 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> s
     if rest[:1] in ("@", "`", "%") and "cannot start any token" in problem:
         return f"text cannot begin with {quote(rest[0])}; quote it"
     return f"this is not valid YAML: {problem.replace('<', '').replace('>', '')}"
+
+
+def _only_word(node: yaml.MappingNode) -> str | None:
+    """The word of `{word}`: nobody means a mapping with one key and no value by it."""
+    if not node.flow_style or len(node.value) != 1:
+        return None
+    key, value = node.value[0]
+    # nothing at all after the word, not even the ":" of a value that was left out
+    bare = isinstance(value, yaml.ScalarNode) and key.end_mark.index == value.start_mark.index == value.end_mark.index
+    plain = isinstance(key, yaml.ScalarNode) and key.style is None and re.fullmatch(r"\w+", key.value)
+    return str(key.value) if bare and plain else None
 
 
 class _Builder:
@@ -208,6 +237,10 @@ class _Builder:
             if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
                 return [self.build(item, (*loc, index), None) for index, item in enumerate(node.value)]
             if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+                word = _only_word(node)
+                if word is not None:
+                    self._problem(node, f'{{{word}}} without quotes is a mapping; for the text write "{{{word}}}"')
+                    return f"{{{word}}}"
                 return self._mapping(node, loc)
         finally:
             self._open.discard(id(node))

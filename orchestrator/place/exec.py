@@ -151,6 +151,8 @@ def run_exec(
     except BrokenPipeError:
         # Nobody reads the output: the command is given up, with the status that a shell would see.
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _own(stderr, OrchError(f"the output cannot be written: {error.strerror or error}"))
     finally:
         connection.close()
 

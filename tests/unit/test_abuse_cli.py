@@ -1,0 +1,129 @@
+"""Places where the command line is used badly: closed and full outputs, small encodings, a folder that is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import history
+from orchestrator.config import find_project, load_recipe
+from orchestrator.errors import ConfigError
+
+
+def orch(tmp_path, *words, code=0, **more):
+    root = tmp_path / "root"
+    (tmp_path / "hosts.yaml").write_text(json.dumps({"hosts": {"local": {"root": str(root)}}}))
+    environment = {
+        **os.environ,
+        "ORCH_STATE_DIR": str(tmp_path / "state"),
+        "ORCH_CACHE_DIR": str(tmp_path / "cache"),
+        **more.pop("env", {}),
+    }
+    done = subprocess.run(
+        [*more.pop("before", []), sys.executable, "-c", "from orchestrator.cli import main; main()", *words],
+        cwd=tmp_path,
+        env=environment,
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60, **more},
+    )
+    assert b"Traceback" not in (done.stderr or b""), done.stderr.decode()
+    assert code is None or done.returncode == code, (done.returncode, done.stderr)
+    return done
+
+
+@pytest.fixture
+def a_run(tmp_path):
+    """A place with one run that ended, whose log holds more than ASCII."""
+    run = tmp_path / "root/runs/one-20260101-000000"
+    run.mkdir(parents=True)
+    state = {"version": 1, "run": run.name, "recipe": "one", "user": "u", "phase": "failed", "created": 1.0}
+    (run / "state.json").write_text(json.dumps(state))
+    (run / "console.log").write_bytes("τ is 3 °C\n".encode())
+    return run
+
+
+@pytest.mark.parametrize("words", [("status",), ("status", "one"), ("status", "--json"), ("logs", "one")])
+def test_an_encoding_that_lacks_a_letter_stops_nothing(words, tmp_path, a_run):
+    done = orch(tmp_path, *words, env={"PYTHONIOENCODING": "ascii"})
+    if "--json" in words:
+        assert json.loads(done.stdout.decode("ascii"))["places"][0]["runs"][0]["log_tail"] == ["τ is 3 °C"]
+
+
+def test_a_full_disk_behind_stdout_is_told(tmp_path, a_run):
+    for words in (("status",), ("status", "--json"), ("logs", "one"), ("--help",)):
+        with Path("/dev/full").open("wb") as full:
+            done = orch(tmp_path, *words, code=1, stdout=full)
+        assert b"No space left" in done.stderr
+
+
+def test_exec_does_not_take_a_full_disk_for_the_commands_own_status(tmp_path):
+    with Path("/dev/full").open("wb") as full:
+        done = orch(tmp_path, "exec", "local", "--", "echo", "x", code=255, stdout=full)
+    assert done.stderr.startswith(b"orch: the output cannot be written: No space left")
+
+
+def test_closed_streams_are_as_good_as_dev_null(tmp_path, a_run):
+    for words in (["status"], ["status", "--json"], ["logs", "one"], ["exec", "local", "--", "cat"]):
+        closing = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh"]
+        orch(tmp_path, *words, before=closing)
+
+
+def test_a_number_of_columns_that_means_unknown_leaves_the_table_readable(tmp_path, a_run):
+    assert b"one-20260101-000000" in orch(tmp_path, "status", env={"COLUMNS": "0"}).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(("status",), 2), (("exec", "local", "--", "true"), 255), (("attach",), 2)]
+)
+def test_a_current_directory_that_is_gone_is_one_sentence(words, code, tmp_path):
+    gone = ["sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh"]
+    done = orch(tmp_path, *words, code=code, before=gone)
+    assert b"the current directory is not there any more" in done.stderr
+
+
+@pytest.mark.parametrize("state", ["/dev/null", "/proc/nothing", "/dev/null/x"])
+def test_without_an_index_the_places_are_asked(state, tmp_path, a_run):
+    assert orch(tmp_path, "logs", "one", env={"ORCH_STATE_DIR": state}).stdout == "τ is 3 °C\n".encode()
+    done = orch(tmp_path, "status", "one", env={"ORCH_STATE_DIR": state})
+    assert done.stderr.count(b"cannot be used") == 1
+
+
+def test_an_index_that_cannot_be_opened_now_is_not_thrown_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORCH_STATE_DIR", str(tmp_path))
+    (tmp_path / "index.sqlite").mkdir()
+    history.remember([history.Entry("a-1", "local", "a", 1.0)])
+    assert history.known() == []
+    assert (tmp_path / "index.sqlite").is_dir()
+
+
+def recipe(tmp_path: Path, text: str, *overrides: str) -> None:
+    (tmp_path / "recipes").mkdir(exist_ok=True)
+    (tmp_path / "recipes/r.yaml").write_text("environment: e\n" + text)
+    load_recipe(find_project(tmp_path), "r", overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("command: {python} -m x\n", ':2:10: text that begins with "{" needs quotes: "{python} -m x"'),
+        ("command: [{python}, x]\n", ':2: {python} without quotes is a mapping; for the text write "{python}"'),
+        ("command: [{python}/x, y]\n", ':2:11: text that begins with "{" needs quotes: "{python}/x"'),
+        ("command:\n  - {python}\n", ':3: {python} without quotes is a mapping; for the text write "{python}"'),
+        ("env:\n  A: {run_dir}/x # y\n", ':3:6: text that begins with "{" needs quotes: "{run_dir}/x"'),
+        ("settings:\n  out: {run_dir}\n", ':3: {run_dir} without quotes is a mapping; for the text write "{run_dir}"'),
+    ],
+)
+def test_a_word_in_braces_without_quotes_is_told_to_need_them(text, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        recipe(tmp_path, text)
+    assert caught.value.message == f"recipes/r.yaml{sentence}"
+
+
+def test_a_key_without_end_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="takes KEY=VALUE"):
+        recipe(tmp_path, "", "settings." + "a." * 3000 + "b=1")
