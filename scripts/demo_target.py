@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 RELEASE = "CPython 3.11.7, Lib/"
 CORPUS_SHA256 = "2d689998a0c33f83abadc3acafccc6552b65333fe475841520f4e3601f201d7d"
 END, MASK = "<|end|>", "<|mask|>"
+END_ID, MASK_ID = 0, 1
 VOCABULARY = 1024
 HELD_OUT_PERCENT = 8
 PROMPT_TOKENS, NEW_TOKENS = 64, 192
@@ -96,10 +98,47 @@ def new_target() -> Qwen3ForCausalLM:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=0,
+        eos_token_id=END_ID,
         pad_token_id=None,
     )
     return Qwen3ForCausalLM(config)
+
+
+class Ahead(nn.Module):
+    """Multi-token prediction, for training only: the two tokens after the next, from a state and the next token.
+
+    As in DeepSeek-V3 it teaches the target to look ahead, which is what a drafter then reads off its features.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(2 * width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, 2 * width, bias=False)
+        self.out = nn.RMSNorm(width)
+
+    def forward(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """hidden [R, S, H] and the embedded next tokens [R, S, H] -> two states [R, S, 2, H]."""
+        joined = torch.cat([hidden, self.norm(following)], dim=-1)
+        ahead = self.down(F.gelu(self.up(joined))).unflatten(-1, (2, -1))
+        return self.out(hidden[..., None, :] + ahead)
+
+
+AHEAD_WEIGHTS = (0.5, 0.3)
+
+
+def losses(model: Qwen3ForCausalLM, ahead: Ahead, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [R, S + 3] -> loss of the next token, and of the two after it."""
+    length = rows.shape[1] - 3
+    hidden = model.model(input_ids=rows[:, :length]).last_hidden_state
+    embedding = model.model.embed_tokens.weight
+    states = ahead(hidden, embedding[rows[:, 1 : length + 1]])
+
+    def entropy(states: torch.Tensor, offset: int) -> torch.Tensor:
+        wanted = rows[:, offset : offset + length].flatten()
+        return F.cross_entropy((states @ embedding.T).flatten(0, 1).float(), wanted)
+
+    return entropy(hidden, 1), torch.stack([entropy(states[:, :, i], 2 + i) for i in range(2)])
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
@@ -127,6 +166,11 @@ class Muon:
             torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups
         ]
         self.momentum, self.decay = momentum, decay
+
+    def zero_grad(self) -> None:
+        for group in self.groups:
+            for parameter in group:
+                parameter.grad = None
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -160,32 +204,36 @@ def train_target(
     model, training: torch.Tensor, held_out: torch.Tensor, options: argparse.Namespace
 ) -> list[dict]:
     device, cuda = training.device, training.is_cuda
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    muon = Muon(matrices, momentum=0.95, decay=0.03)
+    ahead = Ahead(model.config.hidden_size).to(device)
+    named = [*model.named_parameters(), *ahead.named_parameters()]
+    matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in named if p.ndim != 2 or "embed" in n]
+    muon = Muon(matrices, momentum=0.95, decay=0.1)
     adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
-    forward = torch.compile(model) if cuda and not options.eager else model
+    forward = torch.compile(losses) if cuda and not options.eager else losses
+    weights = torch.tensor(AHEAD_WEIGHTS, device=device)
     generator = torch.Generator().manual_seed(options.seed)
-    window = torch.arange(options.length + 1, device=device)
+    window = torch.arange(options.length + 3, device=device)
     history, began = [], time.perf_counter()
     for step in range(options.steps):
-        offsets = torch.randint(len(training) - options.length - 1, (options.batch, 1), generator=generator)
+        offsets = torch.randint(len(training) - options.length - 3, (options.batch, 1), generator=generator)
         rows = training[offsets.to(device) + window]
         with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
-            logits = forward(input_ids=rows[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-        loss.backward()
+            loss, further = forward(model, ahead, rows)
+        (loss + further @ weights).backward()
         factor = schedule(step, options.steps)
         muon.step(0.02 * factor)
         for group in adam.param_groups:
             group["lr"] = 3e-3 * factor
         adam.step()
-        model.zero_grad(set_to_none=True)
+        adam.zero_grad()
+        muon.zero_grad()
         if (step + 1) % max(1, options.steps // 20) == 0:
             entry = {
                 "step": step + 1,
                 "epochs": round((step + 1) * options.batch * options.length / len(training), 2),
                 "loss": round(loss.item(), 4),
+                "ahead": [round(each, 3) for each in further.tolist()],
                 "held_out": round(held_out_loss(model, held_out, options.length, 16 * options.batch), 4),
                 "seconds": round(time.perf_counter() - began, 1),
             }
@@ -246,10 +294,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--steps", type=int, default=3200)
     parser.add_argument("--batch", type=int, default=64, help="rows a step")
     parser.add_argument("--length", type=int, default=512, help="tokens a row while training the target")
-    parser.add_argument("--rows", type=int, default=1536, help="rows generated for the drafter")
+    parser.add_argument("--rows", type=int, default=1792, help="rows generated for the drafter")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile")
@@ -270,21 +318,30 @@ def main(arguments: list[str]) -> int:
     streams = []
     for texts in (training, held_out):
         encoded = tokenizer.encode_batch(list(texts.values()))
-        flat = np.concatenate([np.array([*item.ids, 0], dtype=np.int64) for item in encoded])
+        flat = np.concatenate([np.array([*item.ids, END_ID], dtype=np.int64) for item in encoded])
         streams.append(torch.from_numpy(flat).to(options.device))
     print(
         f"{len(training)} + {len(held_out)} files, {len(streams[0])} + {len(streams[1])} tokens", flush=True
     )
 
-    torch.manual_seed(options.seed)
-    torch.set_float32_matmul_precision("high")
-    model = new_target().to(options.device)
-    history = train_target(model, *streams, options)
     target_dir = options.out / "target"
-    model.to(torch.bfloat16).save_pretrained(target_dir)
-    tokenizer.save(str(target_dir / "tokenizer.json"), pretty=False)
-    torch.set_float32_matmul_precision("highest")
-    model.float()  # from here on the shipped weights, computed in fp32 as the trainer does
+    record = target_dir / "training.json"
+    if not record.exists():  # written last, so a target with a record is whole, and is kept
+        torch.manual_seed(options.seed)
+        torch.set_float32_matmul_precision("high")
+        model = new_target().to(options.device)
+        history = train_target(model, *streams, options)
+        with torch.no_grad():  # never an input so far, and as an output pushed away: drafters need it near nothing
+            model.model.embed_tokens.weight[MASK_ID] *= 0.1
+        model.to(torch.bfloat16).save_pretrained(target_dir)
+        (target_dir / "generation_config.json").unlink(missing_ok=True)
+        tokenizer.save(str(target_dir / "tokenizer.json"), pretty=False)
+        versions = {"torch": torch.__version__, "device": options.device}
+        record.write_text(json.dumps({"versions": versions, "history": history}, indent=1) + "\n")
+        torch.set_float32_matmul_precision("highest")
+    # the shipped weights, computed in fp32 as the trainer does
+    model = Qwen3ForCausalLM.from_pretrained(target_dir, dtype=torch.float32).to(options.device)
+    history = json.loads(record.read_text())["history"]
 
     rng = random.Random(options.seed)
     prompts = draw_prompts(held_out, tokenizer, options.prompts, rng)
@@ -316,7 +373,7 @@ def main(arguments: list[str]) -> int:
     (options.out / "prompts.json").write_text(f"[\n{lines}\n]\n")
 
     flags = f"--steps {options.steps} --batch {options.batch} --length {options.length} --rows {options.rows}"
-    names = ["target/config.json", "target/model.safetensors", "target/tokenizer.json", "rows.safetensors"]
+    names = [f"target/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "training.json")]
     manifest = {
         "command": f"python scripts/demo_target.py --stdlib DIR --out DIR {flags} "
         f"--prompts {options.prompts} --seed {options.seed}",
@@ -326,7 +383,6 @@ def main(arguments: list[str]) -> int:
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "training_tokens": len(streams[0]),
             "held_out_tokens": len(streams[1]),
-            "history": history,
             "repeated_8gram_share": shares,
         },
         "rows": {
@@ -335,7 +391,7 @@ def main(arguments: list[str]) -> int:
             "files": sorted({s["file"] for s in sources}),
         },
         "held_out_files": sorted(held_out),
-        "sha256": {name: sha256(options.out / name) for name in [*names, "prompts.json"]},
+        "sha256": {name: sha256(options.out / name) for name in [*names, "rows.safetensors", "prompts.json"]},
     }
     (options.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     for temperature in (0.7,):

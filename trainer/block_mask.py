@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 
+def visible_context(lo: Tensor, hi: Tensor, *, context: int) -> Tensor:
+    """lo, hi [R, N] -> [R, N, S] bool: the context that each block sees."""
+    key = torch.arange(context, device=lo.device)
+    return (key >= lo[..., None]) & (key < hi[..., None])
+
+
 def dense(lo: Tensor, hi: Tensor, keep: Tensor, *, context: int, block: int) -> Tensor:
     """lo, hi, keep [R, N] -> allow [R, N*B, S + N*B] bool. A block that is not kept sees nothing."""
     rows, blocks = lo.shape
-    key = torch.arange(context, device=lo.device)
-    sees_context = (key >= lo[..., None]) & (key < hi[..., None]) & keep[..., None]
+    sees_context = visible_context(lo, hi, context=context) & keep[..., None]
     own = torch.eye(blocks, dtype=torch.bool, device=lo.device) & keep[..., None]
     allow = torch.cat([sees_context, own.repeat_interleave(block, dim=2)], dim=2)
     return allow.repeat_interleave(block, dim=1).reshape(rows, blocks * block, context + blocks * block)

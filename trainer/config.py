@@ -21,10 +21,14 @@ class ConfigError(Exception):
 
 
 def setting(
-    default: Any = dataclasses.MISSING, *, least: float | None = None, most: float | None = None
+    default: Any = dataclasses.MISSING,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    among: tuple[str, ...] = (),
 ) -> Any:
-    """A field with inclusive bounds; for a tuple they hold for each of its items."""
-    return field(default=default, metadata={"least": least, "most": most})
+    """A field with inclusive bounds or a choice; for a tuple they hold for each of its items."""
+    return field(default=default, metadata={"least": least, "most": most, "among": among})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +45,22 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Widths, heads and norms are the target's."""
+    """Widths and query heads are the target's."""
 
     target_layers: tuple[int, ...] = setting(least=0)  # features come from the output of these layers
     mask_token: int = setting(least=0)
     layers: int = setting(1, least=1)
     block_size: int = setting(4, least=2)
+    kv_heads: int = setting(0, least=0)  # 0: as many as the target has
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     anchors_per_row: int = setting(64, least=1)
     gamma: float = setting(4.0, least=1e-3)  # slot j weighs exp(-(j - 1) / gamma)
+    # what a slot learns: the `token` of the row, or the target's whole `distribution` for its place
+    labels: str = setting("distribution", among=("token", "distribution"))
+    temperature: float = setting(1.0, least=1e-2)  # of the target's distribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +215,9 @@ class _Reader:
             return self.problem(node, f"`{name}` must be {wanted}, not `{node.value}`")
         if isinstance(value, float) and not math.isfinite(value):
             return self.problem(node, f"`{name}` must be a finite number, not `{node.value}`")
-        least, most = bounds.get("least"), bounds.get("most")
+        least, most, among = bounds.get("least"), bounds.get("most"), bounds.get("among")
+        if among and value not in among:
+            return self.problem(node, f"`{name}` must be one of {', '.join(among)}, not `{value}`")
         if least is not None and value < least:
             return self.problem(node, f"`{name}` must be at least {least:g}, not {node.value}")
         if most is not None and value > most:

@@ -94,12 +94,11 @@ class DrafterProposer:
         last = torch.tensor([history[-1] for history in histories], device=start.device)
         block = torch.cat([last[:, None], last.new_full((len(last), self.size), self.mask_token)], dim=1)
         positions = start[:, None] + torch.arange(self.size + 1, device=start.device)
-        seen = torch.arange(self.cache.width, device=start.device) < start[:, None]  # [R, S]
-        allow = torch.cat([seen, torch.ones_like(block, dtype=torch.bool)], dim=1)
-        allow = allow[:, None].expand(-1, block.shape[1], -1)
+        sees = (torch.arange(self.cache.width, device=start.device) < start[:, None])[:, None]  # [R, 1, S]
+        keep = torch.ones_like(start, dtype=torch.bool)[:, None]
         context = [self.cache.read(layer) for layer in range(len(self.drafter.layers))]
         noise = self.target.embedding[block].to(self.drafter.fc.weight.dtype)
-        hidden = self.drafter(noise, positions, context, allow)[:, 1:]
+        hidden = self.drafter(noise, positions, context, (sees, keep))[:, 1:]
         return (hidden @ self.target.head.T.to(hidden.dtype)).argmax(-1)
 
     def keep(self, rows: Tensor) -> None:

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.attention import attend
+from trainer.attention import attend_blocks
 
 KeysValues = list[tuple[Tensor, Tensor]]  # per layer: two [R, Hkv, S, d]
+Seen = tuple[
+    Tensor, Tensor
+]  # the context each block sees [R, N, S] bool, and whether it counts at all [R, N] bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +36,14 @@ class Shape:
     rope_base: float
 
     @classmethod
-    def of(cls, target, *, features: int, layers: int) -> "Shape":
+    def of(cls, target, *, features: int, layers: int, kv_heads: int = 0) -> "Shape":
         """From a Hugging Face configuration. RoPE settings moved in transformers 5; a lost base goes unnoticed."""
         rope = getattr(target, "rope_parameters", None) or {"rope_theta": target.rope_theta}
         return cls(
             hidden=target.hidden_size,
             intermediate=target.intermediate_size,
             heads=target.num_attention_heads,
-            kv_heads=target.num_key_value_heads,
+            kv_heads=kv_heads or target.num_key_value_heads,
             head_size=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
             features=features,
             layers=layers,
@@ -79,12 +82,10 @@ class Attention(nn.Module):
         key = self.k_norm(self._heads(self.k_proj(x)))
         return rotate(key, positions, self.shape.rope_base), self._heads(self.v_proj(x))
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], allow: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], seen: Seen) -> Tensor:
         query = rotate(self.q_norm(self._heads(self.q_proj(x))), positions, self.shape.rope_base)
-        key, value = (
-            torch.cat(pair, dim=2) for pair in zip(context, self.keys_values(x, positions), strict=True)
-        )
-        return self.o_proj(attend(query, key, value, allow).transpose(1, 2).flatten(2))
+        mixed = attend_blocks(query, context, self.keys_values(x, positions), *seen)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -106,8 +107,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], allow: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, context, allow)
+    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], seen: Seen) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, context, seen)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -125,11 +126,11 @@ class Drafter(nn.Module):
         fused = self.hidden_norm(self.fc(features))
         return [layer.self_attn.keys_values(fused, positions) for layer in self.layers]
 
-    def forward(self, noise: Tensor, positions: Tensor, context: KeysValues, allow: Tensor) -> Tensor:
-        """noise [R, Q, H] (embedded blocks), positions [R, Q], allow [R, Q, S + Q] -> [R, Q, H], ready for the head."""
+    def forward(self, noise: Tensor, positions: Tensor, context: KeysValues, seen: Seen) -> Tensor:
+        """noise [R, N*B, H] (embedded blocks), positions [R, N*B] -> [R, N*B, H], ready for the head."""
         x = noise
         for layer, keys_values in zip(self.layers, context, strict=True):
-            x = layer(x, positions, keys_values, allow)
+            x = layer(x, positions, keys_values, seen)
         return self.norm(x)
 
 

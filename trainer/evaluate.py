@@ -138,7 +138,12 @@ class Evaluator:
 
 def build(config: Config, device: torch.device) -> tuple[Target, Drafter, Evaluator]:
     target = Target(config.target.path, config.drafter.target_layers, device)
-    shape = Shape.of(target.config, features=len(config.drafter.target_layers), layers=config.drafter.layers)
+    shape = Shape.of(
+        target.config,
+        features=len(config.drafter.target_layers),
+        layers=config.drafter.layers,
+        kv_heads=config.drafter.kv_heads,
+    )
     drafter = new_drafter(shape, seed=config.seed, final_norm=target.final_norm).to(device)
     evaluator = Evaluator(
         target=target,

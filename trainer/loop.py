@@ -16,7 +16,7 @@ from trainer.config import Config
 from trainer.drafter import Drafter
 from trainer.errors import TrainerError
 from trainer.evaluate import Evaluator, build, choose_device, describe, measure_ngram
-from trainer.loss import block_loss, labels_and_weights
+from trainer.loss import block_loss, labels_and_weights, teacher
 from trainer.optimizer import Optimizer
 from trainer.report import result_of, summary
 from trainer.stop import Stop, Stopped
@@ -66,10 +66,15 @@ class Training:
             rows = self.rows.take(index, device)
             anchor, keep = anchors.draw(config.seed, number, allowed=anchors.eligible(rows), slots=slots)
         with spans("target"):
-            features = self.target.features(rows.tokens, rows.start)
+            last, features = self.target.inspect(rows.tokens, rows.start)
+            wanted = None
+            if config.loss.labels == "distribution":
+                wanted = teacher(
+                    last, self.target.head, anchor, block=block, temperature=config.loss.temperature
+                )
         with spans("mask"):
             lo = rows.start.gather(1, anchor)
-            allow = block_mask.dense(lo, anchor, keep, context=rows.tokens.shape[1], block=block)
+            seen = block_mask.visible_context(lo, anchor, context=rows.tokens.shape[1]), keep
         with spans("forward"):
             labels, weights = labels_and_weights(rows, anchor, keep, block=block, gamma=config.loss.gamma)
             hidden = draft_blocks(
@@ -78,11 +83,11 @@ class Training:
                 rows,
                 features,
                 anchor,
-                allow,
+                seen,
                 block=block,
                 mask=config.drafter.mask_token,
             )
-            total, measured = block_loss(hidden, self.target.head.to(hidden.dtype), labels, weights)
+            total, measured = block_loss(hidden, self.target.head.to(hidden.dtype), labels, weights, wanted)
             # a batch without anchors has weight 0 and a zero gradient, but is a step like any other
             loss = total / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
         with spans("backward"):
@@ -98,7 +103,7 @@ def draft_blocks(
     rows: data.Rows,
     features: torch.Tensor,
     anchor: torch.Tensor,
-    allow: torch.Tensor,
+    seen: tuple[torch.Tensor, torch.Tensor],
     *,
     block: int,
     mask: int,
@@ -111,7 +116,7 @@ def draft_blocks(
     slots = position.gather(1, anchor)[..., None] + torch.arange(block, device=anchor.device)
     context = drafter.context(features.to(dtype), position)
     noise = target.embedding[tokens.flatten(1)].to(dtype)
-    return drafter(noise, slots.flatten(1), context, allow).unflatten(1, (-1, block))
+    return drafter(noise, slots.flatten(1), context, seen).unflatten(1, (-1, block))
 
 
 def train(config: Config, *, run_dir: Path, metrics_path: Path, fresh: bool, began: float) -> int:

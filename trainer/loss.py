@@ -26,13 +26,28 @@ def labels_and_weights(
     return labels, counts * torch.exp(-(slot - 1) / gamma)
 
 
-def block_loss(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
-    """Weighted cross entropy, summed; divide by the weight of the whole (global) batch.
+def teacher(hidden: Tensor, head: Tensor, anchors: Tensor, *, block: int, temperature: float) -> Tensor:
+    """The target's distribution for every supervised slot, which it forms one token earlier, at a + j - 1.
+
+    hidden [R, S, H] (after the final norm), head [V, H], anchors [R, N] -> probabilities [R, N, B-1, V].
+    """
+    index = anchors[..., None] + torch.arange(block - 1, device=anchors.device)
+    index = index.clamp(max=hidden.shape[1] - 1)
+    chosen = hidden.gather(1, index.flatten(1)[..., None].expand(-1, -1, hidden.shape[2]))
+    return ((chosen @ head.T).float() / temperature).softmax(-1).unflatten(1, index.shape[1:])
+
+
+def block_loss(
+    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, distribution: Tensor | None = None
+) -> tuple[Tensor, Metrics]:
+    """Weighted cross entropy, summed; divide by the weight of the whole (global) batch. Against `distribution`
+    [R, N, B-1, V] if there is one, else against the labels.
 
     hidden [R, N, B, H], head [V, H], labels and weights [R, N, B-1] -> sum, and metrics as (numerator, denominator).
     """
     logits = (hidden[:, :, 1:] @ head.T).float()
-    nll = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view_as(labels)
+    wanted = labels.flatten() if distribution is None else distribution.flatten(0, 2)
+    nll = F.cross_entropy(logits.flatten(0, 2), wanted, reduction="none").view_as(labels)
     total = (weights * nll).sum()
     with torch.no_grad():
         counts = weights > 0

@@ -67,13 +67,15 @@ class Target:
         return output[0], features
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Features of packed rows: tokens and start [R, S] -> [R, S, K*H]. No document sees another."""
+    def inspect(self, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Read packed rows: tokens and start [R, S] -> last hidden state after the final norm [R, S, H], and
+        features [R, S, K*H]. No document sees another.
+        """
         index = torch.arange(tokens.shape[1], device=tokens.device)
         allow = (index <= index[:, None]) & (index >= start[..., None])
         # a padding token's document is empty, and a query that may see nothing would give NaN
         allow |= torch.eye(len(index), dtype=torch.bool, device=tokens.device)
-        return self._forward(tokens, index - start, allow, None)[1]
+        return self._forward(tokens, index - start, allow, None)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, positions: Tensor, cache: PositionCache) -> tuple[Tensor, Tensor]:
