@@ -100,6 +100,24 @@ def logs(
 
 
 @app.command()
+def diagnose(
+    run: OneRunArgument = None,
+    place: PlaceOption = None,
+    log: Annotated[
+        str | None, typer.Option("--log", metavar="FILE", help="Any log by itself, in place of a run; - is stdin.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Print the catalogue of causes.")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Also where each thread stands now.")] = False,
+    json: JsonOption = False,
+    explain: ExplainOption = False,
+) -> None:
+    """Say what went wrong with a run: the cause, what shows it, and what to do."""
+    from orchestrator.cli.diagnose import diagnose_command
+
+    diagnose_command(run, place, log=log, list_=list_, stacks=stacks, explain=explain, json=json)
+
+
+@app.command()
 def attach(run: OneRunArgument = None, place: PlaceOption = None, explain: ExplainOption = False) -> None:
     """Enter the run's tmux session. Leave it with Ctrl-b d; the run goes on."""
     from orchestrator.cli.attach import attach_command

@@ -1,0 +1,85 @@
+"""Dense attention where a fused kernel was meant, and what else asks for scores or masks of full size."""
+
+from __future__ import annotations
+
+from orchestrator.diagnosis.catalogue.words import line, raised
+from orchestrator.diagnosis.model import Cause
+
+OOM = "OutOfMemoryError|AcceleratorError|RuntimeError"
+OOM_TEXT = "CUDA out of memory"
+DENSE_FRAMES = r"in (?:_math_attention_inner|math_attention|sdpa_dense|sdpa_dense_backward)\b"
+_MASK_FRAMES = (
+    r"in (?:create_block_mask|create_mask|_convert_mask_to_block_mask|_create_sparse_block_from_block_mask)\b"
+)
+
+CAUSES = (
+    Cause(
+        "dense-attention-oom",
+        "attention ran dense, and its score matrix did not fit",
+        "attention",
+        (
+            raised(OOM, OOM_TEXT, frames=DENSE_FRAMES),
+            raised(OOM, OOM_TEXT, when="dense_bytes"),
+        ),
+        (
+            "flex_attention was not compiled here: it built the whole score matrix. A smaller batch only moves the "
+            "limit; the cause is the missing compilation.",
+            "Call torch.compile(flex_attention, fullgraph=True) and nothing else. Look for what switched it off: a "
+            "plain call, TORCH_COMPILE_DISABLE, the eager back end, a disabled helper, suppress_errors, the "
+            "recompile limit, error_on_nested_fx_trace=False.",
+        ),
+        precedence=90,
+    ),
+    Cause(
+        "dense-attention-refused",
+        "the dense guard refused attention that was not compiled",
+        "attention",
+        (
+            line("dense attention", r"^(?:[\w.]+\.)?Dense\w*(?:Error|Attention\w*): "),
+            raised("DenseAttentionError|DenseAttention|DenseFallback", literals=("DenseAttention", "DenseFallback")),
+        ),
+        (
+            "The trainer's guard stopped a dense call before it took its memory; the message says how much that was.",
+            "Have attention compiled, or allow dense by name (attention: dense) where that is meant.",
+        ),
+        precedence=90,
+    ),
+    Cause(
+        "dense-attention-running",
+        "attention runs dense: it is slow, and takes memory with the square of the length",
+        "attention",
+        (
+            line(
+                "flex_attention called without torch.compile()",
+                r"UserWarning: flex_attention called without torch\.compile\(\)",
+                role="warning",
+            ),
+            line(
+                ("hit config.recompile_limit", "hit config.cache_size_limit"),
+                r"torch\._dynamo hit config\.(?:recompile_limit|cache_size_limit)",
+                role="warning",
+                after=r"function: '[^']*(?:flex_attention|attention|attend)[^']*'",
+            ),
+        ),
+        (
+            "Stop it unless the shape is a toy: with a longer row it will run out of memory, and it holds other "
+            "workers up by tracing on every call.",
+            "Call torch.compile(flex_attention, fullgraph=True); where the recompile limit was reached, pad or "
+            "bucket the lengths.",
+        ),
+        "orch stop {run}",
+        structured=("dense_by_figures",),
+        precedence=70,
+    ),
+    Cause(
+        "mask-oom",
+        "building the block mask took the memory of a full mask",
+        "attention",
+        (raised(OOM, OOM_TEXT, frames=_MASK_FRAMES),),
+        (
+            "create_block_mask evaluates the mask for every pair of positions. Compile it "
+            "(torch.compile(create_block_mask)), pass H=None where heads share it, or build it from intervals.",
+        ),
+        precedence=88,
+    ),
+)

@@ -1,0 +1,112 @@
+"""Getting the facts: of a run at its place, in one request; or of a log file that lies here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import Place
+from orchestrator.diagnosis import reading, user_rules
+from orchestrator.diagnosis.catalogue import CAUSES
+from orchestrator.diagnosis.catalogue.words import PREFIX
+from orchestrator.diagnosis.facts import Facts
+from orchestrator.diagnosis.model import HEALTHY, UNKNOWN, Cause, Verdict
+from orchestrator.diagnosis.rules import diagnose, patterns
+from orchestrator.errors import Unreachable, UsageError
+from orchestrator.place.session import Session, open_session
+from orchestrator.remote.evidence_log import scan
+
+
+def request(causes: Sequence[Cause] = CAUSES) -> dict[str, Any]:
+    """The rules as they travel: plain data."""
+    return {
+        "prefix": PREFIX,
+        "rules": [{"literals": list(p.literals), "regex": p.regex} for _, p in patterns(causes)],
+    }
+
+
+def of_file(path: str, causes: Sequence[Cause] = CAUSES) -> Facts:
+    """The facts of one log by itself; `-` is stdin, which is kept in a file for as long as it is read.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if path == "-":
+        with tempfile.NamedTemporaryFile(prefix="orch-log-") as kept:
+            shutil.copyfileobj(sys.stdin.buffer, kept)
+            kept.flush()
+            return _of_file(kept.name, "stdin", causes)
+    if Path(path).is_dir():
+        raise UsageError(f"{path} is a folder; name a log file")
+    return _of_file(path, os.path.basename(path), causes)  # noqa: PTH119  (only its name is shown)
+
+
+def _of_file(path: str, name: str, causes: Sequence[Cause]) -> Facts:
+    asked = request(causes)
+    answer = scan(path, asked["rules"], asked["prefix"])
+    if answer["why"]:
+        raise UsageError(f"{path} cannot be read: {answer['why'].partition(': ')[2] or answer['why']}")
+    return Facts(source="log", log=reading.log(answer, name))
+
+
+def of_run(session: Session, run: str, causes: Sequence[Cause] = CAUSES, *, stacks: bool = False) -> Facts:
+    """The facts of a run, collected at the place: only what was found travels."""
+    arguments = {**request(causes), "run": run, "stacks": stacks}
+    reply = session.call("evidence", arguments, timeout=90.0)
+    return reading.facts(reply.data, session.place.name, session.hello.host, session.hello.container, _skew(session))
+
+
+def diagnose_at(
+    place: Place, run: str, *, session: Session | None = None, stacks: bool = False
+) -> tuple[Facts, Verdict]:
+    """The facts of a run at its place, and what they amount to. A place that does not answer because its container
+    is stopped or frozen has a verdict too.
+
+    Raises:
+        Unreachable: nothing is known, and nothing of the container either.
+    """
+    try:
+        if session is not None:
+            return _diagnose(session, run, stacks)
+        with open_session(place) as opened:
+            return _diagnose(opened, run, stacks)
+    except Unreachable as error:
+        facts = Facts(source="run", run=run, place=place.name, connection=error.message)
+        verdict = diagnose(facts)
+        if verdict.cause not in (HEALTHY, UNKNOWN):
+            return facts, verdict
+        raise
+
+
+def _diagnose(session: Session, run: str, stacks: bool) -> tuple[Facts, Verdict]:
+    causes = user_rules.catalogue()
+    facts = of_run(session, run, causes, stacks=stacks)
+    return facts, diagnose(facts, causes)
+
+
+def _skew(session: Session) -> float | None:
+    """Seconds that the place is ahead; None unless it is more than what the way there explains."""
+    there = session.hello.container.get("time")
+    return None if not isinstance(there, (int, float)) else float(there) - time.time()
+
+
+def fill(text: str, facts: Facts, recipe: str = "") -> str:
+    """A command of the catalogue with this run's names in it; a part that is not known stays a word in capitals."""
+    host, _, container = facts.place.partition("/")
+    names: Mapping[str, str] = {
+        "run": facts.run or "RUN",
+        "place": facts.place or "PLACE",
+        "host": host or "HOST",
+        "container": container or "CONTAINER",
+        "recipe": recipe or re.sub(r"-\d{8}-\d{6}(?:-\d+)?$", "", facts.run) or "RECIPE",
+        "run_dir": facts.run_dir or "RUN_DIRECTORY",
+        "root": facts.root or "/",
+    }
+    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), text)
