@@ -111,12 +111,22 @@ class Ssh(_Model):
     ] = 10.0
 
 
+Wheels = Annotated[
+    str | None,
+    _whole(r"auto|workstation|place|/[^\x00-\x1f\x7f]+|https?://[!-~]+"),
+    Expect('"auto", "workstation", "place", a folder at the place such as /srv/wheels, or the address of an index'),
+]
+Protect = Annotated[bool | None, Expect("true or false")]
+
+
 class Container(_Model):
     """A container of a host: `pct` by its VMID, `lxc` by its name."""
 
     kind: Annotated[Literal["pct", "lxc"], Expect('"pct" (Proxmox) or "lxc"', "kind: pct")]
     id: Annotated[str, _whole(CONTAINER_NAME), Expect("a VMID or the name of a container", "id: 200")]
     root: AbsolutePath | None = None
+    wheels: Wheels = None
+    protect: Protect = None
 
 
 class Host(_Model):
@@ -125,6 +135,8 @@ class Host(_Model):
     name: Annotated[str, _whole(HOST_NAME), Given()]
     ssh: Annotated[Ssh | None, Expect("a mapping with host, user, port, …, or text such as root@192.0.2.10:22")] = None
     root: AbsolutePath | None = None
+    wheels: Wheels = None
+    protect: Protect = None
     python: Annotated[
         str | None, _whole(r"[A-Za-z0-9_/][A-Za-z0-9._/+-]*"), Expect("a command or the path of a Python")
     ] = None
@@ -158,6 +170,20 @@ class Place:
     def root(self) -> str | None:
         """The directory to use at the place, where one is set; a container's is its own, not its host's."""
         return self.host.root if self.container is None else self.container.root
+
+    @property
+    def wheels(self) -> str:
+        """Where wheels come from: "auto", "workstation", "place", a folder there, or the address of an index."""
+        own = self.container.wheels if self.container else None
+        return own or self.host.wheels or "auto"
+
+    @property
+    def protect(self) -> bool:
+        """Whether environments are made immutable. By itself not on this very machine, where a folder of one's own
+        should go away with `rm`."""
+        own = self.container.protect if self.container else None
+        said = self.host.protect if own is None else own
+        return said if said is not None else self.host.ssh is not None or self.container is not None
 
 
 class Health(_Model):

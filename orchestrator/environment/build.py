@@ -1,12 +1,11 @@
-"""An environment at a place: planned, and made to be there."""
+"""An environment at a place: planned, checked, and made to be there."""
 
 from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -15,25 +14,29 @@ from packaging.version import InvalidVersion, Version
 from orchestrator.config.models import EnvironmentSpec
 from orchestrator.environment.lock import Pin, environment_id, pins
 from orchestrator.environment.progress import Progress, silent
-from orchestrator.environment.store import CHUNK, Wheel, WheelStore
+from orchestrator.environment.sending import ensure_uv, on_this_machine, send_wheels, there, wheel_path
+from orchestrator.environment.store import WheelStore
 from orchestrator.environment.target import PythonAtPlace, Target, choose_python, target_of
 from orchestrator.environment.torch_cpu import cpu_pins, wants_cpu
-from orchestrator.environment.uv_tool import UvProgram, uv_there, uv_to_send
+from orchestrator.environment.uv_tool import uv_there, uv_to_send
 from orchestrator.environment.wheels import fetch, stored
-from orchestrator.errors import ConfigError, OrchError
+from orchestrator.errors import ConfigError, NotFound, Refused
 from orchestrator.place.session import Session
 
+__all__ = ["BuiltEnvironment", "EnvironmentPlan", "ensure", "on_this_machine", "plan", "request", "wheel_path"]
+
 BUILD_LIMIT = 3600.0  # seconds for a whole build, waiting for another builder included
+CHECK_LIMIT = 900.0  # seconds for a check: all files may have to be digested
 
 
 @dataclass(frozen=True)
 class BuiltEnvironment:
-    """An environment that is at the place."""
+    """An environment that is at the place, and clean."""
 
     id: str
     path: str  # its folder there
     python: str  # its interpreter there
-    manifest: Mapping[str, Any]
+    manifest: Mapping[str, Any]  # without its table of files
     bytes_sent: int  # of wheels and uv, for this call
     how: str  # "there" | "built" | "waited" (another builder made it)
     notes: tuple[str, ...] = ()  # what the user should know, each a sentence
@@ -59,8 +62,11 @@ class EnvironmentPlan:
     files: tuple[PlannedFile, ...]  # wheels and the uv program
     to_fetch: int  # files that this machine has to fetch first
     bytes_to_send: int | None  # None while something has to be fetched first
+    polluted: str = ""  # what is wrong with the one that is there: it would be refused
 
     def __str__(self) -> str:
+        if self.polluted:
+            return f"environment {self.id} is polluted: {self.polluted}"
         if self.present:
             return f"environment {self.id} is there"
         if self.bytes_to_send is None:
@@ -71,7 +77,7 @@ class EnvironmentPlan:
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
     """What an environment is at one place."""
 
     spec: EnvironmentSpec
@@ -81,7 +87,7 @@ class _Request:
     expect: Mapping[str, str | None]
 
 
-def request(session: Session, spec: EnvironmentSpec, python: PythonAtPlace | None = None) -> _Request:
+def request(session: Session, spec: EnvironmentSpec, python: PythonAtPlace | None = None) -> Request:
     """Works out what the spec means at the place. Nothing is asked there. Raises OrchError, ConfigError."""
     target = target_of(session.hello, python or choose_python(spec, session.hello))
     where = str(spec.directory / "requirements.lock")
@@ -90,13 +96,13 @@ def request(session: Session, spec: EnvironmentSpec, python: PythonAtPlace | Non
     if torch and not _agrees(spec.torch, torch.version):
         raise ConfigError(
             [f"{where}: torch {torch.version} is locked, and spec.yaml asks for {spec.torch}"],
-            hint=f"make the lock anew: python -m orchestrator.environment.lock {spec.directory}",
+            hint=f"make the lock anew: orch env lock {spec.name}",
         )
     if wants_cpu(spec, session.hello):
         wanted = cpu_pins(wanted, target)
         torch = next((pin for pin in wanted if pin.name == "torch"), None)
     expect = {"torch": torch.version, "cuda": _cuda(torch.version)} if torch else {}
-    return _Request(spec, target, wanted, environment_id(wanted, target), expect)
+    return Request(spec, target, wanted, environment_id(wanted, target), expect)
 
 
 def _agrees(asked: str, locked: str) -> bool:
@@ -115,97 +121,130 @@ def _cuda(torch: str) -> str | None:
     return f"{local[2:-1]}.{local[-1]}" if local.startswith("cu") and local[2:].isdigit() else None
 
 
-def on_this_machine(session: Session) -> bool:
-    """Whether the place sees the workstation's files under their own paths."""
-    return session.place.host.ssh is None and session.place.container_name is None
-
-
-def wheel_path(wheel: Wheel) -> str:
-    """Where a wheel lies at a place, below its root."""
-    return f"wheels/{wheel.sha256[:2]}/{wheel.sha256}/{wheel.filename}"
-
-
 def plan(session: Session, spec: EnvironmentSpec, store: WheelStore | None = None) -> EnvironmentPlan:
-    """What `ensure` would do and how many bytes it would send. Nothing is fetched, sent or built."""
+    """What `ensure` would do and how many bytes it would send. Nothing is fetched, sent, built or set aside."""
     store = store or WheelStore()
     wanted = request(session, spec)
-    status = session.call("env_status", {"id": wanted.id}).data
-    if status["present"]:
-        return EnvironmentPlan(wanted.id, wanted.target, status["path"], True, (), 0, 0)
+    found = session.call("env_status", {"id": wanted.id, "verify": "quick"}, timeout=CHECK_LIMIT).data
+    if found["present"] or found["polluted"]:
+        polluted = str(found["polluted"]["summary"]) if found["polluted"] else ""
+        return EnvironmentPlan(wanted.id, wanted.target, found["path"], not polluted, (), 0, 0, polluted)
     wheels, missing = stored(wanted.pins, wanted.target, store)
     program = uv_there(session.hello) or uv_to_send(wanted.target, store, None)
-    there = _have(session, wheels, program)
-    files = [PlannedFile(wheel.filename, wheel.size, wheel_path(wheel) in there) for wheel in wheels]
+    known = there(session, wheels, program)
+    files = [PlannedFile(wheel.filename, wheel.size, wheel_path(wheel) in known) for wheel in wheels]
     files += [PlannedFile(str(pin), None, False) for pin in missing]
     if program is None:
         files.append(PlannedFile("uv", None, False))
     elif program.local is not None:
-        files.append(PlannedFile("uv", program.size, program.remote in there))
+        files.append(PlannedFile("uv", program.size, program.remote in known))
     to_fetch = sum(file.size is None for file in files)
     to_send = None if to_fetch else sum(file.size or 0 for file in files if not file.there)
-    return EnvironmentPlan(wanted.id, wanted.target, status["path"], False, tuple(files), to_fetch, to_send)
-
-
-def _have(session: Session, wheels: Sequence[Wheel], program: UvProgram | None) -> set[str]:
-    """Which of these files need not be sent, as paths below the root."""
-    paths = [wheel_path(wheel) for wheel in wheels]
-    if program and program.local:
-        paths.append(program.remote)
-    if on_this_machine(session):
-        return set(paths)
-    return set(session.call("have", {"paths": paths}).data["paths"])
-
-
-def ensure_uv(session: Session, target: Target, store: WheelStore, progress: Progress) -> tuple[str, int]:
-    """The path of a uv program at the place, and the bytes sent to have it there. Raises OrchError."""
-    program, sent = uv_there(session.hello), 0
-    if program is None:
-        program = uv_to_send(target, store, progress)
-        assert program is not None and program.local is not None
-        if on_this_machine(session):
-            return str(program.local), 0
-        if not _have(session, (), program):
-            sent = _send(session, program.remote, program.local, program.sha256, 0o755, progress)
-    return program.remote, sent
+    return EnvironmentPlan(wanted.id, wanted.target, found["path"], False, tuple(files), to_fetch, to_send)
 
 
 def ensure(
-    session: Session, spec: EnvironmentSpec, *, progress: Progress = silent, store: WheelStore | None = None
+    session: Session,
+    spec: EnvironmentSpec,
+    *,
+    progress: Progress = silent,
+    store: WheelStore | None = None,
+    anew: bool = False,
 ) -> BuiltEnvironment:
-    """Has the spec's environment at the place: one round trip where it is there, else fetched, sent, built.
+    """Has the spec's environment at the place: one round trip where it is there and clean, else fetched, sent, built.
 
-    Raises ConfigError for the lock, OrchError for what cannot be fetched or built (nothing of it is left
-    then), and ConnectionLost.
+    Raises Refused where it is polluted, unless `anew`: it is then set aside and built again. Raises ConfigError for
+    the lock, OrchError for what cannot be fetched or built (nothing of it is left then), and ConnectionLost.
     """
     store = store or WheelStore()
     wanted = request(session, spec)
-    status = session.call("env_status", {"id": wanted.id}).data
-    if status["present"]:
-        return _built(wanted, status, 0, "there")
+    found = status(session, wanted.id, progress)
+    if found["polluted"] and not anew:
+        raise refusal(session, spec.name, wanted.id, found["polluted"])
+    if found["present"]:
+        return _built(wanted.id, found, 0, "there")
     wheels = fetch(wanted.pins, wanted.target, store, progress)
-    paths, sent = _send_wheels(session, wheels, progress)
+    paths, sent = send_wheels(session, wheels, progress)
     program, more = ensure_uv(session, wanted.target, store, progress)
+    args = {
+        "id": wanted.id,
+        "uv": program,
+        "python": wanted.target.python_path,
+        "requirements": "".join(f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels),
+        "wheels": [
+            {"path": path, "filename": w.filename, "sha256": w.sha256, "origin": w.origin}
+            for w, path in zip(wheels, paths, strict=True)
+        ],
+        "expect": dict(wanted.expect),
+        "about": _about(wanted),
+    }
+    return _build(session, args, sent + more, progress, anew=anew)
+
+
+def status(session: Session, ident: str, progress: Progress = silent, verify: str = "auto") -> dict[str, Any]:
+    """What the place says of an environment after checking it; a polluted one is set aside there."""
+    return session.call(
+        "env_status",
+        {"id": ident, "verify": verify, "record": True},
+        timeout=CHECK_LIMIT,
+        on_event=lambda event: _tell(event, progress),
+    ).data
+
+
+def existing(session: Session, ident: str, name: str, progress: Progress = silent) -> BuiltEnvironment:
+    """The environment of that id, which has to be at the place already.
+
+    Raises Refused where it is polluted, NotFound where it is gone.
+    """
+    found = status(session, ident, progress)
+    if found["polluted"]:
+        raise refusal(session, ident, ident, found["polluted"])
+    if not found["present"]:
+        raise NotFound(
+            f"environment {ident} ({name}) is not at {session.place.name} any more",
+            hint=f"orch env list {session.place.name}",
+        )
+    return _built(ident, found, 0, "there")
+
+
+def again(session: Session, ident: str, progress: Progress = silent) -> BuiltEnvironment:
+    """Builds an environment that was at the place once more, from what its manifest recorded.
+
+    Raises NotFound where nothing of it is left there, OrchError where its wheels are gone or cannot be installed.
+    """
+    found = status(session, ident, progress)
+    if found["present"]:
+        return _built(ident, found, 0, "there")
+    manifest = found["manifest"] or {}
+    python = PythonAtPlace(*(str((manifest.get("python") or {}).get(key) or "3.8") for key in ("path", "version")))
+    program, sent = ensure_uv(session, target_of(session.hello, python), WheelStore(), progress)
+    return _build(session, {"id": ident, "uv": program, "again": True}, sent, progress, anew=True)
+
+
+def _build(session: Session, args: Mapping[str, Any], sent: int, progress: Progress, *, anew: bool) -> BuiltEnvironment:
     reply = session.call(
         "env_build",
-        {
-            "id": wanted.id,
-            "uv": program,
-            "python": wanted.target.python_path,
-            "requirements": "".join(f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels),
-            "wheels": [
-                {"path": path, "filename": w.filename, "sha256": w.sha256, "origin": w.origin}
-                for w, path in zip(wheels, paths, strict=True)
-            ],
-            "expect": dict(wanted.expect),
-            "about": _about(wanted),
-        },
+        {**args, "anew": anew, "protect": session.place.protect},
         timeout=BUILD_LIMIT,
         on_event=lambda event: _tell(event, progress),
     ).data
-    return _built(wanted, reply, sent + more, str(reply["how"]))
+    return _built(str(args["id"]), reply, sent, str(reply["how"]))
 
 
-def _about(wanted: _Request) -> dict[str, Any]:
+def refusal(session: Session, name: str, ident: str, polluted: Mapping[str, Any]) -> Refused:
+    """Why a polluted environment is not used, who still uses it, and what to type. `name` is what to build."""
+    words = [f"environment {name} ({ident})" if name != ident else f"environment {ident}"]
+    words[0] += f" at {session.place.name} is polluted: {polluted['summary']}"
+    if polluted["runs"]:
+        words.append(f"it is still used by {', '.join(polluted['runs'])}")
+    if polluted["processes"]:
+        words.append(f"it is still used by process {', '.join(polluted['processes'])}")
+    elif not polluted["runs"] and ".polluted-" in str(polluted["path"]):
+        words.append(f"it was set aside as {polluted['path']}")
+    return Refused("; ".join(words), hint=f"orch env build {name} {session.place.name}")
+
+
+def _about(wanted: Request) -> dict[str, Any]:
     """What only this end knows of an environment, for its manifest."""
     target = wanted.target
     return {
@@ -216,59 +255,17 @@ def _about(wanted: _Request) -> dict[str, Any]:
     }
 
 
-def _built(wanted: _Request, answer: Mapping[str, Any], sent: int, how: str) -> BuiltEnvironment:
+def _built(ident: str, answer: Mapping[str, Any], sent: int, how: str) -> BuiltEnvironment:
     path, manifest = str(answer["path"]), answer["manifest"]
-    trusted = [wheel["filename"] for wheel in manifest.get("wheels", ()) if wheel.get("origin") == "index"]
-    notes = tuple(f"{name}: hash from index, not from lock" for name in trusted)
-    return BuiltEnvironment(wanted.id, path, posixpath.join(path, "bin/python"), manifest, sent, how, notes)
+    wheels = manifest.get("wheels", ())
+    notes = [f"{w['filename']}: hash from index, not from lock" for w in wheels if w.get("origin") == "index"]
+    notes += [f"{w['filename']}: no hash vouches for it" for w in wheels if w.get("origin") == "nobody"]
+    python = posixpath.join(path, "bin/python")
+    return BuiltEnvironment(ident, path, python, manifest, sent, how, (*notes, *answer.get("notes", ())))
 
 
 def _tell(event: Mapping[str, Any], progress: Progress) -> None:
     if "done" in event:
-        progress(str(event["step"]), int(event["done"]), int(event["total"]), "packages")
+        progress(str(event["step"]), int(event["done"]), int(event["total"]), str(event.get("unit", "packages")))
     else:
         progress(str(event["step"]), int(event.get("seconds", 0)), None, "s")
-
-
-def _send_wheels(session: Session, wheels: Sequence[Wheel], progress: Progress) -> tuple[list[str], int]:
-    """Sends the wheels that the place lacks: where each lies there, absolute or below the root, and the bytes."""
-    if on_this_machine(session):
-        return [str(wheel.path) for wheel in wheels], 0
-    there = _have(session, wheels, None)
-    missing = [wheel for wheel in wheels if wheel_path(wheel) not in there]
-    total, sent = sum(wheel.size for wheel in missing), 0
-    for count, wheel in enumerate(missing):
-        progress("sending wheels", count, len(missing), "wheels")
-        sent += _send(session, wheel_path(wheel), wheel.path, wheel.sha256, 0o644, progress, (sent, total))
-    return [wheel_path(wheel) for wheel in wheels], sent
-
-
-def _send(
-    session: Session,
-    remote: str,
-    local: Path,
-    sha256: str,
-    mode: int,
-    progress: Progress,
-    part_of: tuple[int, int] | None = None,  # bytes sent before, and of all
-) -> int:
-    """Sends one file and answers how many bytes of it went: fewer where somebody else had brought it meanwhile."""
-    size = local.stat().st_size
-    before, total = part_of or (0, size)
-    sent, digest = 0, hashlib.sha256()
-
-    def chunks() -> Iterator[bytes]:
-        nonlocal sent
-        with local.open("rb") as file:
-            while block := file.read(CHUNK):
-                yield block
-                sent += len(block)
-                digest.update(block)
-                progress(f"sending {local.name}", before + sent, total, "B")
-        if digest.hexdigest() != sha256:
-            local.unlink(missing_ok=True)
-            raise OrchError(f"{local} is damaged, and is removed: run it again, and it is fetched anew")
-
-    args = {"path": remote, "size": size, "sha256": sha256, "mode": mode, "unpack": None}
-    session.upload("put", args, chunks())
-    return sent

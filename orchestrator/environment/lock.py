@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -18,7 +18,7 @@ from orchestrator.environment.target import Target, markers
 from orchestrator.errors import ConfigError, OrchError
 
 # Part of every id: what is built from the same inputs changes with it.
-BUILD_VERSION = 1
+BUILD_VERSION = 2
 
 _HASH = re.compile(r"--hash=(\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -63,7 +63,7 @@ def pins(lock_text: str, target: Target, *, where: str = "requirements.lock") ->
     return sorted(found.values(), key=lambda pin: pin.name)
 
 
-def environment_id(wanted: list[Pin], target: Target) -> str:
+def environment_id(wanted: Sequence[Pin], target: Target) -> str:
     """16 hex digits that name the environment of these pins at this target."""
     inputs = {
         "build": BUILD_VERSION,

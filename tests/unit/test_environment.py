@@ -15,7 +15,7 @@ from orchestrator.environment.build import ensure, plan
 from orchestrator.environment.store import WheelStore
 from orchestrator.errors import ConfigError, OrchError, UsageError
 from orchestrator.place.session import open_session
-from orchestrator.remote import environment
+from orchestrator.remote import environment_make, environment_state
 from orchestrator.remote.frames import OpError
 from tests.tiny_wheels import make_spec, make_wheel
 
@@ -52,7 +52,11 @@ def session(tmp_path):
 
 def left(session):
     folder = Path(session.root, "envs")
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".locks") if folder.is_dir() else []
+    return (
+        sorted(entry.name for entry in folder.iterdir() if entry.name not in (".locks", ".state"))
+        if folder.is_dir()
+        else []
+    )
 
 
 def test_built_from_the_stores_own_files(session, links, store, tmp_path, monkeypatch):
@@ -72,7 +76,12 @@ def test_built_from_the_stores_own_files(session, links, store, tmp_path, monkey
     )
     assert said.stdout.split() == ["1.0", "2.0"]
     manifest = json.loads(Path(built.path, "manifest.json").read_text())
+    table = manifest.pop("files")
     assert manifest == built.manifest
+    size, mtime, digest, owner = table[
+        f"lib/python{'.'.join(manifest['python']['version'].split('.')[:2])}/site-packages/tiny/__init__.py"
+    ]
+    assert (size, owner, len(digest)) == (len('VERSION = "1.0"\n'), "tiny", 64) and mtime > 10**18
     assert manifest["name"] == "tiny" and manifest["python"]["version"] and manifest["platform"]["machine"]
     assert [(d["name"], d["version"], len(d["record"])) for d in manifest["distributions"]] == [
         ("other", "2.0", 64),
@@ -163,15 +172,15 @@ def test_waiting_is_told_and_ends_when_the_holder_dies(tmp_path):
 
     path = tmp_path / "envs" / ("0" * 16)
     (tmp_path / "envs/.locks").mkdir(parents=True)
-    held, waited = environment._lock(str(path), Call())
+    held, waited = environment_state.lock(str(path), Call())
     assert not waited
     threading.Timer(0.8, os.close, [held]).start()
-    again, waited = environment._lock(str(path), Call())
+    again, waited = environment_state.lock(str(path), Call())
     os.close(again)
     assert waited and Call.told[0]["step"] == "waiting for another builder" and len(Call.told) >= 2
 
 
 def test_a_full_disk_is_named():
-    error = environment._named(OSError(28, "No space left on device"), "/somewhere/envs/x")
+    error = environment_make.named(OSError(28, "No space left on device"), "/somewhere/envs/x")
     assert isinstance(error, OpError) and "the disk at /somewhere/envs is full" in error.message
-    assert "permitted" in environment._named(OSError(1, "Operation not permitted"), "/x").message
+    assert "permitted" in environment_make.named(OSError(1, "Operation not permitted"), "/x").message
