@@ -10,7 +10,7 @@ import functools
 import os
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,17 @@ def remember(entries: list[Entry]) -> None:
             )
     except (OSError, sqlite3.Error) as error:
         _warn(str(error))
+
+
+def forget_all_but(place: str, runs: Collection[str]) -> None:
+    """Take those runs of a place out of the index that are not there any more."""
+    gone = [(entry.run, place) for entry in known(place) if entry.run not in runs]
+    if gone:
+        try:
+            with _database() as database:
+                database.executemany("delete from runs where run = ? and place = ?", gone)
+        except (OSError, sqlite3.Error) as error:
+            _warn(str(error))
 
 
 def known(place: str | None = None) -> list[Entry]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.plain import plain
+
 ENDED = frozenset({"finished", "failed", "stopped", "lost"})
 BEFORE_TRAINING = frozenset({"preparing", "starting", "compiling"})
 
@@ -107,41 +109,75 @@ def from_probe(answer: Mapping[str, Any], payload: bytes, place: str) -> list[Ru
 
 
 def _status(item: Mapping[str, Any], payload: bytes, place: str, now: float, problems: list[str]) -> RunStatus:
-    state: Mapping[str, Any] = item.get("state") or {}
-    metrics: Mapping[str, Any] = item.get("metrics") or {}
-    last: Mapping[str, Any] = metrics.get("last") or {}
-    log: Mapping[str, Any] = item.get("log") or {}
+    """Of what programs wrote there only what is of its kind: the rest is unknown."""
+    state = _mapping(item.get("state")) or {}
+    metrics = _mapping(item.get("metrics")) or {}
+    last = _mapping(metrics.get("last")) or {}
+    log = _mapping(item.get("log")) or {}
     start, length = int(log.get("from") or 0), int(log.get("length") or 0)
-    end: Mapping[str, Any] = state.get("exit") or {}
+    end = _mapping(state.get("exit"))
     return RunStatus(
-        run=str(item.get("run") or state.get("run") or "?"),
+        run=_text(item.get("run")) or "?",
         place=place,
-        recipe=str(state.get("recipe") or "?"),
-        user=str(state.get("user") or "?"),
-        phase=str(item.get("phase") or "unknown"),
-        why=item.get("why"),
+        recipe=_text(state.get("recipe")) or "?",
+        user=_text(state.get("user")) or "?",
+        phase=_text(item.get("phase")) or "unknown",
+        why=_text(item.get("why")),
         now=now,
-        created=float(state.get("created") or now),
-        started=state.get("started"),
-        ended=end.get("at"),
-        heartbeat=state.get("heartbeat"),
-        step=_first(last.get("step"), state.get("step")),
-        step_at=_first(last.get("time"), state.get("step_at")),
-        tokens_per_second=_first(metrics.get("tokens_per_second"), state.get("tokens_per_second")),
-        loss=last.get("loss"),
-        evaluation=metrics.get("eval"),
-        result=item.get("result"),
-        exit=state.get("exit"),
+        created=_first(_time(state.get("created")), now),
+        started=_time(state.get("started")),
+        ended=_time(end.get("at")) if end else None,
+        heartbeat=_time(state.get("heartbeat")),
+        step=_first(_whole(last.get("step")), _whole(state.get("step"))),
+        step_at=_first(_time(last.get("time")), _time(state.get("step_at"))),
+        tokens_per_second=_first(
+            _number(metrics.get("tokens_per_second")),
+            _number(state.get("tokens_per_second")),
+        ),
+        loss=_number(last.get("loss")),
+        evaluation=_mapping(metrics.get("eval")),
+        result=_mapping(item.get("result")),
+        exit=end,
         state=state,
         log_size=log.get("size"),
         log_inode=log.get("inode"),
         log_next=int(log.get("next") or 0),
         log_truncated=bool(log.get("truncated") or log.get("rotated")),
         log=payload[start : start + length],
-        tmux=item.get("tmux"),
+        tmux=_mapping(item.get("tmux")),
         error="; ".join(problems) or None,
     )
 
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+def _text(value: Any) -> str | None:
+    return plain(value) if isinstance(value, str) else None
+
+
+def _number(value: Any) -> float | None:
+    """A number that fits a float. It may be infinite or NaN, as a loss can be."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        float(value)
+    except OverflowError:
+        return None
+    return value
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None and abs(number) < 1 << 63 else None
+
+
+def _time(value: Any) -> float | None:
+    """Unix seconds; what is beyond any clock is no time."""
+    number = _number(value)
+    return number if number is not None and abs(number) < 1e12 else None

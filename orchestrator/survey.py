@@ -12,6 +12,7 @@ from orchestrator import history
 from orchestrator.config import Host, Place, resolve_place
 from orchestrator.errors import NotFound, OrchError
 from orchestrator.place.session import Session, open_session
+from orchestrator.plain import plain
 from orchestrator.remote import nvidia_smi
 from orchestrator.run import Gpu, RunStatus, from_probe
 
@@ -106,6 +107,8 @@ def _report(place: Place, runs: str | Sequence[str], tail_lines: int, screen: bo
         return PlaceReport(place.name, None, (), (), None, error)
     found = from_probe(reply.data, reply.payload, place.name)
     history.remember([_entry(run) for run in found if run.state])
+    if runs == "all" and not reply.data.get("more"):
+        history.forget_all_but(place.name, {run.run for run in found})
     gpus, gpu_error = _gpus(reply.data.get("gpus"))
     return PlaceReport(place.name, float(reply.data["time"]), tuple(found), gpus, gpu_error, None)
 
@@ -118,9 +121,11 @@ def _gpus(outcome: Mapping[str, Any] | None) -> tuple[tuple[Gpu, ...], str | Non
 
 
 def _gpu(row: Mapping[str, Any]) -> Gpu:
-    values = {key: row.get(key) for key in nvidia_smi.KEYS}
+    values: dict[str, Any] = {
+        key: plain(value) if isinstance(value := row.get(key), str) else value for key in nvidia_smi.KEYS
+    }
     why = row.get("why") or {}
-    return Gpu(**values, error="; ".join(f"{key}: {text}" for key, text in why.items()) or None)
+    return Gpu(**values, error=plain("; ".join(f"{key}: {text}" for key, text in why.items())) or None)
 
 
 def _entry(run: RunStatus) -> history.Entry:

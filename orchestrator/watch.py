@@ -110,5 +110,5 @@ def _look(session: Session, run: str, position: Position | None, lines: int | No
     reply = session.call("probe", arguments, timeout=wait + 30.0)
     found = from_probe(reply.data, reply.payload, session.place.name)
     if not found:
-        raise NotFound(f"there is no run {run} at {session.place.name}", hint="orch status")
+        raise NotFound(f"there is no run {run} at {session.place.name}", hint="orch status --all")
     return found[0]

@@ -9,6 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.plain import plain
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -76,4 +78,4 @@ def report_fault(error: Exception) -> None:
 
 def _say(lines: list[str]) -> None:
     with contextlib.suppress(OSError):  # nobody can be told, but the exit status stays
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print(plain("\n".join(lines)), file=sys.stderr, flush=True)

@@ -54,7 +54,7 @@ def _raise_for(reports: list[PlaceReport], run: str | None) -> None:
     failed = [report.error for report in reports if report.error is not None]
     if failed and len(failed) == len(reports):
         raise failed[0] if len(failed) == 1 else Unreachable("no place answered")
-    if run is not None and not any(item.run == run and item.state for item in reports[0].runs):
+    if run is not None and not any(item.run == run for item in reports[0].runs):
         raise NotFound(f"there is no run {run} at {reports[0].place}", hint="orch status --all")
 
 

@@ -9,6 +9,7 @@ from orchestrator.cli.output import console, print_json
 from orchestrator.explain import explanation
 from orchestrator.launch import user_name
 from orchestrator.place.session import open_session
+from orchestrator.plain import plain
 
 _LONGEST_GRACE = 3600.0
 
@@ -27,7 +28,7 @@ def stop_command(reference: str, place: str | None, *, kill: bool, json: bool, e
             "stop",
             arguments,
             timeout=_LONGEST_GRACE,
-            on_event=None if json else lambda event: out.print(f"  {event.get('stopping', '')}", soft_wrap=True),
+            on_event=None if json else lambda event: out.print(plain(f"  {event.get('stopping', '')}"), soft_wrap=True),
         )
     state = reply.data
     if json:

@@ -40,7 +40,10 @@ class OpError(Exception):
 
 def encode(header: Header, payload: bytes = b"") -> bytes:
     """One frame as bytes. Raises FrameError where it is past the bounds."""
-    head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogateescape")
+    try:
+        head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half a character, as JSON that somebody wrote by hand may hold
+        head = json.dumps(header, separators=(",", ":")).encode("ascii")
     if len(head) > MAX_HEADER or len(payload) > MAX_PAYLOAD:
         raise FrameError("a message of %d + %d bytes is too large for one frame" % (len(head), len(payload)))
     return PREFIX.pack(len(head), len(payload)) + head + payload

@@ -14,6 +14,7 @@ from .rundir import ACTIVE, ENDED, RunDir, find, list_runs, read_json
 
 MOST_RUNS = 200
 LOG_OF_ONE = 1 << 20  # bytes of one run's log, where several are asked for
+RESULT = 64 << 10  # bytes of a result.json: a trainer's summary, not its data
 FEW, TAIL_OF_MANY = 8, 32 << 10  # bytes of metrics read for each of more than a few runs
 LONGEST_WAIT = 60.0
 POLL = 0.15
@@ -106,7 +107,7 @@ def _one(
     }
     out: Dict[str, Any] = standing.report() if standing is not None else empty
     out["metrics"] = _guard(problems, run.run, "metrics", lambda: _metrics(run, out["state"], of))
-    out["result"] = _guard(problems, run.run, "result", lambda: read_json(run.file("result.json"))[0])
+    out["result"] = _guard(problems, run.run, "result", lambda: _result(run))
     out["log"] = _guard(problems, run.run, "log", lambda: _log(run, args, payload, of))
     # a terminal of a run that ended long ago is worth a call only to who asks for that very run
     named = isinstance(args.get("runs"), list) or args.get("runs") == "latest"
@@ -121,6 +122,17 @@ def _metrics(run: RunDir, state: Optional[Dict[str, Any]], of: int) -> Dict[str,
     if found["eval"] is None and state is not None:
         found["eval"] = state.get("eval")  # the runner has seen the whole file
     return found
+
+
+def _result(run: RunDir) -> Optional[Dict[str, Any]]:
+    """What the trainer wrote at its end, if it did."""
+    path = run.file("result.json")
+    if not os.path.lexists(path):
+        return None
+    result, why = read_json(path, RESULT)
+    if result is None:
+        raise ValueError(why)
+    return result
 
 
 def _log(run: RunDir, args: Dict[str, Any], payload: bytearray, of: int) -> Dict[str, Any]:

@@ -26,6 +26,17 @@ ACTIVE = ("preparing", "starting", "compiling", "training")
 ENDED = ("finished", "failed", "stopped")
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}\Z")
 
+# what a state holds where it is not None
+KINDS: Dict[str, Tuple[type, ...]] = {
+    "phase": (str,),
+    "created": (int, float),
+    "runner": (dict,),
+    "trainer": (dict,),
+    "launcher": (dict,),
+    "exit": (dict,),
+    "stop": (dict,),
+}
+
 _SMALL = 4 << 20  # no record of ours is larger; a file that is, isn't one
 
 
@@ -59,8 +70,11 @@ class RunDir:
         return os.path.isdir(self.path)
 
     def state(self) -> Tuple[Optional[State], Optional[str]]:
-        """(state, None), or (None, why it cannot be read)."""
-        return read_json(self.file("state.json"))
+        """(state, None), or (None, why it cannot be read). What it holds is of the kinds in KINDS."""
+        state, why = read_json(self.file("state.json"))
+        if state is not None:
+            why = _unsound(state)
+        return (state, None) if why is None else (None, why)
 
     def write_state(self, state: State) -> None:
         """Replace the state; only the holder of the lock may. OSError if the disk does not take it."""
@@ -184,22 +198,37 @@ def locked(path: str, patience: float) -> Iterator[None]:
         os.close(fd)
 
 
-def read_json(path: str) -> Tuple[Optional[Dict[str, Any]], Optional[str]]:
+def read_json(path: str, most: int = _SMALL) -> Tuple[Optional[Dict[str, Any]], Optional[str]]:
     """(object, None), or (None, why not) for a file that is missing, broken, too large, or no JSON object."""
     try:
         with open(path, "rb") as f:
-            text = f.read(_SMALL + 1)
+            text = f.read(most + 1)
     except OSError as e:
         return None, "%s: %s" % (os.path.basename(path), e.strerror)
-    if len(text) > _SMALL:
-        return None, "%s: larger than %d bytes" % (os.path.basename(path), _SMALL)
+    if len(text) > most:
+        return None, "%s: larger than %d bytes" % (os.path.basename(path), most)
     try:
         value = json.loads(text.decode("utf-8", "replace"))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         return None, "%s: %s" % (os.path.basename(path), e)
     if not isinstance(value, dict):
         return None, "%s: not an object" % os.path.basename(path)
     return value, None
+
+
+def _unsound(state: State) -> Optional[str]:
+    """What is wrong with a state that no program of ours has written so; None if nothing is."""
+    for key, kinds in KINDS.items():
+        value = state.get(key)
+        if value is not None and not isinstance(value, kinds):
+            return "state.json: %s is a %s" % (key, type(value).__name__)
+    created = state.get("created")
+    if created is not None and not -1e12 < created < 1e12:  # NaN too
+        return "state.json: created is no time"
+    for key in ("runner", "trainer"):
+        if state.get(key) is not None and not isinstance(state[key].get("pid"), int):
+            return "state.json: the pid of %s is no number" % key
+    return None
 
 
 def write_json(path: str, value: Dict[str, Any]) -> None:

@@ -28,7 +28,8 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     run = find(call.root, args.get("run"))
     standing = Standing(run)
     if standing.state is None:
-        raise OpError("failed", "the state of %s cannot be read: %s" % (run.run, standing.why))
+        _mend(run, str(standing.why), _ask(run, args), call)
+        return _answer(run, already=False, left=[])
     if standing.state.get("exit"):
         _settle(run, standing)
     if standing.state.get("phase") in ENDED:
@@ -67,6 +68,27 @@ def _settle(run: RunDir, standing: Standing) -> None:
     try:
         standing.state["phase"] = standing.phase
         run.write_state(standing.state)
+    finally:
+        os.close(fd)
+
+
+def _mend(run: RunDir, why: str, asked: Dict[str, Any], call: Any) -> None:
+    """A run whose state cannot be read: end what is left of it, and give it a record again."""
+    call.event({"stopping": "the state of %s cannot be read (%s); ending its processes" % (run.run, why)})
+    # a living runner finds the request, and writes the state anew
+    fd = run.try_lock(asked["grace"] + BEYOND)
+    if fd is None:
+        raise OpError("failed", "the state of %s cannot be read (%s), and its runner does not end" % (run.run, why))
+    try:
+        left = _end_processes(run, {}, asked["grace"], call)
+        if left:
+            raise OpError("failed", "%s: could not be ended: %s" % (run.run, _named(left)))
+        state, _ = run.state()
+        if state is None:
+            recipe = run.run.rsplit("-", 2)[0]
+            state = {"run": run.run, "recipe": recipe, "created": os.stat(run.path).st_mtime}
+            mark_stopped(run, state, asked, "its state could not be read (%s); its processes were ended" % why)
+        tmux.kill(run.run)
     finally:
         os.close(fd)
 
@@ -161,8 +183,7 @@ def _without_runner(run: RunDir, asked: Dict[str, Any], call: Any) -> Dict[str, 
         _end_waiting_runner(run)
     left = _end_processes(run, state, asked["grace"], call)
     if left:
-        names = ", ".join("%s (pid %s, state %s)" % (p["name"], p["pid"], p["state"]) for p in left)
-        raise OpError("failed", "%s: could not be ended: %s" % (run.run, names))
+        raise OpError("failed", "%s: could not be ended: %s" % (run.run, _named(left)))
     reason = "its runner was gone; its processes were ended" if begun or state.get("phase") not in BEFORE else None
     mark_stopped(run, state, asked, reason or "stopped before it began")
     tmux.kill(run.run)
@@ -203,6 +224,10 @@ def _end_processes(run: RunDir, state: State, grace: float, call: Any) -> List[D
         with contextlib.suppress(OSError):
             run.event("leftovers_ended", processes=processes.describe(ended))
     return processes.describe(left)
+
+
+def _named(left: List[Dict[str, Any]]) -> str:
+    return ", ".join("%s (pid %s, state %s)" % (p["name"], p["pid"], p["state"]) for p in left)
 
 
 def _wait_gone(who: Dict[str, Any], patience: float) -> None:

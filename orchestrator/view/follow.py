@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.plain import plain
 from orchestrator.run import RunStatus
 from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines
 from orchestrator.view.text import duration, number, printable, rate, size
@@ -53,12 +54,12 @@ class LaunchDisplay:
             self.console.print(Text(f"  {step:<12} {what} {amount}"), soft_wrap=True)
 
     def note(self, step: str, what: str) -> None:
-        self.console.print(Text(f"  {step:<12} note: {what}"), soft_wrap=True)
+        self.console.print(Text(f"  {step:<12} note: {plain(what)}"), soft_wrap=True)
 
     def end(self, step: str, what: str) -> None:
         self._stop()
         took = time.monotonic() - self._began
-        line = Text(f"  {step:<12} {what}")
+        line = Text(f"  {step:<12} {plain(what)}")
         if took >= 1.0:
             line.append(f"  {took:.1f} s", style="dim")
         self.console.print(line, soft_wrap=True)
@@ -124,7 +125,7 @@ class FollowDisplay:
 
     def interrupted(self, reason: str, seconds: float) -> None:
         """Say that the place does not answer."""
-        text = f"  state unknown: {reason}; asking again in {seconds:.0f} s (the run needs no connection)"
+        text = f"  state unknown: {plain(reason)}; asking again in {seconds:.0f} s (the run needs no connection)"
         if self._live is not None:
             self._live.update(Text(text, style="magenta"))
         else:
@@ -166,7 +167,7 @@ def summary(console: Console, status: RunStatus, log: bytes) -> None:
     style = PHASE_STYLE.get(status.phase, "")
     head = Text.assemble((status.run, "bold"), f" at {status.place} ", (status.phase, style))
     head.append(f" after {duration(status.seconds)}")
-    why = status.why or ("" if status.phase == "finished" else str((status.exit or {}).get("reason") or ""))
+    why = status.why or ("" if status.phase == "finished" else plain(str((status.exit or {}).get("reason") or "")))
     if why:
         head.append(f": {why}")
     for line in log_lines(log)[-(_LAST_LINES if status.phase == "finished" else _LAST_LINES_OF_A_FAILURE) :]:

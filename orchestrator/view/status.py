@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.plain import plain
 from orchestrator.run import ENDED, Gpu, RunStatus
 from orchestrator.survey import PlaceReport
 from orchestrator.view.text import duration, mebibytes, number, printable, rate
@@ -41,7 +42,7 @@ def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool) ->
                     (report.place, "bold"),
                     ": ",
                     ("unknown", PHASE_STYLE["unknown"]),
-                    f", {report.error.message}",
+                    f", {plain(report.error.message)}",
                 )
             )
     for report in reports:
@@ -88,7 +89,7 @@ def acceptance_length(run: RunStatus) -> float | None:
     measured = (run.evaluation or {}).get("eval")
     headline = measured.get("headline") if isinstance(measured, dict) else None
     tau = headline.get("tau") if isinstance(headline, dict) else None
-    return float(tau) if isinstance(tau, (int, float)) else None
+    return float(tau) if isinstance(tau, (int, float)) and abs(tau) < 1e12 else None
 
 
 def _gpu_lines(report: PlaceReport, width: int) -> RenderableType | None:
@@ -96,7 +97,7 @@ def _gpu_lines(report: PlaceReport, width: int) -> RenderableType | None:
         return None
     if not report.gpus:
         if report.gpu_error and "is not here" not in report.gpu_error:
-            return Text(f"GPUs at {report.place}: unknown, {report.gpu_error}", style="magenta")
+            return Text(f"GPUs at {report.place}: unknown, {plain(report.gpu_error)}", style="magenta")
         return None
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column(f"GPU at {report.place}", no_wrap=True)
@@ -129,13 +130,13 @@ def _details(run: RunStatus) -> list[RenderableType]:
     elif run.phase not in ENDED and run.step_at is not None:
         head.append(f", last step {duration(run.now - run.step_at)} ago")
     parts: list[RenderableType] = [head]
-    note = tmux_note(run)
-    if note:
-        parts.append(Text(note, style="yellow"))
+    for note in (tmux_note(run), run.error and f"could not be read: {plain(run.error)}"):
+        if note:
+            parts.append(Text(note, style="yellow"))
     tail = [Text(printable(line), style="dim", overflow="fold") for line in log_lines(run.log)]
     parts += [Padding(line, (0, 0, 0, 2)) for line in tail]
     if not tail:
-        screen = (run.tmux or {}).get("screen") or ""
+        screen = str((run.tmux or {}).get("screen") or "")
         lines = [line for line in screen.splitlines() if line.strip()][-5:]
         parts += [Padding(Text(printable(line), style="dim", overflow="fold"), (0, 0, 0, 2)) for line in lines]
     return parts
@@ -149,10 +150,10 @@ def log_lines(log: bytes) -> list[str]:
 def tmux_note(run: RunStatus) -> str | None:
     """What the tmux witness adds to the record, when it disagrees with it."""
     tmux = run.tmux
-    if tmux is None or run.phase in ENDED or run.phase == "preparing":
+    if tmux is None or run.phase in ENDED or run.phase in ("preparing", "unknown"):
         return None
     if tmux.get("error"):
-        return f"tmux could not be read: {tmux['error']}"
+        return plain(f"tmux could not be read: {tmux['error']}")
     if tmux.get("session") is False:
         return "its tmux session is gone; the run itself goes on without it"
     if tmux.get("pane_dead"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from orchestrator.plain import plain
+
 
 def duration(seconds: float | None) -> str:
     """`47s`, `3m12s`, `5h04m`, `2d03h`; a dash for an unknown one."""
@@ -59,10 +61,7 @@ def printable(text: str) -> str:
     A line that was overwritten by carriage returns shows its last state.
     """
     shown = text.rstrip("\r\n").rsplit("\r", 1)[-1]
-    return "".join(
-        char if char == "\t" or (char >= " " and char != "\x7f" and not "\x80" <= char < "\xa0") else "�"
-        for char in _without_escapes(shown)
-    )
+    return plain(_without_escapes(shown))
 
 
 def _without_escapes(text: str) -> str:
