@@ -64,7 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, config: Config, run_dir: Path, metrics_path: Path, began: float) -> int:
-    # torch takes seconds to import, hence here and not at the top
+    # Threads that spin while they wait stop each other on a busy machine: a step then takes ten times as long.
+    # Read by OpenMP when torch is imported, which takes seconds; hence here and not at the top.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if options.command == "train":
         from trainer.loop import train
 

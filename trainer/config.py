@@ -210,7 +210,7 @@ class _Reader:
         if kind is Path:
             return (self.path.parent / Path(node.value).expanduser()).resolve()
         try:
-            value = kind(node.value)  # the text itself: YAML reads 1e-2 as text, and 0x10 as 16
+            value = kind(node.value)  # the text itself: YAML reads 1e-2 as text, and 010 as 8
         except ValueError:
             return self.problem(node, f"`{name}` must be {wanted}, not `{node.value}`")
         if isinstance(value, float) and not math.isfinite(value):

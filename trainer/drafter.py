@@ -137,18 +137,14 @@ class Drafter(nn.Module):
 def new_drafter(shape: Shape, *, seed: int, final_norm: Tensor) -> Drafter:
     """A fresh drafter, a pure function of the seed.
 
-    Its final norm starts as the target's, whose head it feeds. Output projections start at zero, so that at first
-    every layer is the identity.
+    Its final norm starts from the target's, whose head it feeds, but smaller: at full size the first guesses would
+    be as bold as the target's and as good as random, and training would begin with unlearning them.
     """
     generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(shape)
     with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if parameter.ndim < 2:
-                continue
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
-            else:
+        for parameter in drafter.parameters():
+            if parameter.ndim == 2:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-        drafter.norm.weight.copy_(final_norm)
+        drafter.norm.weight.copy_(0.3 * final_norm)
     return drafter

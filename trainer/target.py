@@ -10,9 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from trainer.cache import PositionCache
 from trainer.errors import TrainerError
+
+
+logging.disable_progress_bar()
 
 
 class Target:

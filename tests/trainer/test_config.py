@@ -39,7 +39,7 @@ def test_all_mistakes_come_at_once_with_their_lines(tmp_path):
         "  block_size: 1\n"
         "evaluate:\n"
         "  prompts: p.json\n"
-        "  temperature: .inf\n"
+        "  temperature: inf\n"
         "name: y\n"
     )
     with pytest.raises(ConfigError) as error:
