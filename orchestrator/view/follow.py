@@ -18,6 +18,7 @@ from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines
 from orchestrator.view.text import duration, number, printable, rate, size
 
 _LAST_LINES, _LAST_LINES_OF_A_FAILURE = 12, 60
+_LONGEST_PARTIAL = 64 << 10  # bytes kept of a line that does not end
 _PLAIN_EVERY = 10.0  # seconds between lines where nothing can be overwritten
 
 
@@ -112,7 +113,8 @@ class FollowDisplay:
 
     def observed(self, status: RunStatus) -> None:
         """Show the latest look."""
-        *whole, self._partial = (self._partial + status.log).split(b"\n")
+        *whole, partial = (self._partial + status.log).split(b"\n")
+        self._partial = partial[-_LONGEST_PARTIAL:]
         self._tail = (self._tail + [line.decode("utf-8", "replace") for line in whole])[-6:]
         if self._live is not None:
             self._live.update(self._block(status))
@@ -171,5 +173,5 @@ def summary(console: Console, status: RunStatus, log: bytes) -> None:
     if why:
         head.append(f": {why}")
     for line in log_lines(log)[-(_LAST_LINES if status.phase == "finished" else _LAST_LINES_OF_A_FAILURE) :]:
-        console.print(Text(f"  {printable(line)}", style="" if status.phase != "stopped" else "dim"), soft_wrap=True)
+        console.print(Text(f"  {line}", style="" if status.phase != "stopped" else "dim"), soft_wrap=True)
     console.print(head, soft_wrap=True)

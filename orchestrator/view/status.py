@@ -133,18 +133,16 @@ def _details(run: RunStatus) -> list[RenderableType]:
     for note in (tmux_note(run), run.error and f"could not be read: {plain(run.error)}"):
         if note:
             parts.append(Text(note, style="yellow"))
-    tail = [Text(printable(line), style="dim", overflow="fold") for line in log_lines(run.log)]
-    parts += [Padding(line, (0, 0, 0, 2)) for line in tail]
+    tail = log_lines(run.log)
     if not tail:
         screen = str((run.tmux or {}).get("screen") or "")
-        lines = [line for line in screen.splitlines() if line.strip()][-5:]
-        parts += [Padding(Text(printable(line), style="dim", overflow="fold"), (0, 0, 0, 2)) for line in lines]
-    return parts
+        tail = [printable(line) for line in screen.splitlines() if line.strip()][-5:]
+    return parts + [Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2), expand=False) for line in tail]
 
 
 def log_lines(log: bytes) -> list[str]:
-    """The lines of a piece of log, empty ones at its end left out."""
-    return log.decode("utf-8", "replace").rstrip().split("\n") if log.strip() else []
+    """The lines of a piece of log as they can be shown, empty ones at its end left out."""
+    return [printable(line) for line in log.decode("utf-8", "replace").rstrip().split("\n")] if log.strip() else []
 
 
 def tmux_note(run: RunStatus) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from orchestrator.plain import plain
 
+_LONGEST_LINE = 500  # characters of a line of log that are shown
+
 
 def duration(seconds: float | None) -> str:
     """`47s`, `3m12s`, `5h04m`, `2d03h`; a dash for an unknown one."""
@@ -58,10 +60,11 @@ def mebibytes(used: float | None, total: float | None) -> str:
 def printable(text: str) -> str:
     """What a remote program wrote, without the control characters that could move the cursor or worse.
 
-    A line that was overwritten by carriage returns shows its last state.
+    A line that was overwritten by carriage returns shows its last state, one without end its beginning.
     """
     shown = text.rstrip("\r\n").rsplit("\r", 1)[-1]
-    return plain(_without_escapes(shown))
+    clean = plain(_without_escapes(shown[: 4 * _LONGEST_LINE]))
+    return clean if len(clean) <= _LONGEST_LINE else clean[: _LONGEST_LINE - 1] + "…"
 
 
 def _without_escapes(text: str) -> str:

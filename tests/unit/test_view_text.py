@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.view.status import log_lines
 from orchestrator.view.text import duration, mebibytes, printable, rate, size
 
 
@@ -40,3 +41,8 @@ def test_escapes_cannot_reach_the_terminal():
 @given(st.text())
 def test_nothing_that_moves_the_cursor_is_left(text):
     assert not any(char != "\t" and (char < " " or "\x7f" <= char < "\xa0") for char in printable(text))
+
+
+def test_a_line_without_end_is_shown_by_its_beginning():
+    assert printable("x" * 10_000_000) == "x" * 499 + "…"
+    assert len(log_lines(b"x" * 10_000_000 + b"\ny")[0]) == 500
