@@ -162,9 +162,7 @@ class Muon:
         for parameter in parameters:
             by_shape.setdefault(parameter.shape, []).append(parameter)
         self.groups = list(by_shape.values())
-        self.buffers = [
-            torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups
-        ]
+        self.buffers = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups]
         self.momentum, self.decay = momentum, decay
 
     def zero_grad(self) -> None:
@@ -194,15 +192,11 @@ def held_out_loss(model: Qwen3ForCausalLM, stream: torch.Tensor, length: int, co
     total = 0.0
     for part in rows.split(64):
         logits = model(input_ids=part).logits
-        total += F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), part[:, 1:].flatten(), reduction="sum"
-        ).item()
+        total += F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), part[:, 1:].flatten(), reduction="sum").item()
     return total / (rows.shape[0] * (length - 1))
 
 
-def train_target(
-    model, training: torch.Tensor, held_out: torch.Tensor, options: argparse.Namespace
-) -> list[dict]:
+def train_target(model, training: torch.Tensor, held_out: torch.Tensor, options: argparse.Namespace) -> list[dict]:
     device, cuda = training.device, training.is_cuda
     ahead = Ahead(model.config.hidden_size).to(device)
     named = [*model.named_parameters(), *ahead.named_parameters()]
@@ -286,12 +280,8 @@ def sha256(path: Path) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--stdlib", type=Path, required=True, help="Lib/ of the release named in the manifest"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stdlib", type=Path, required=True, help="Lib/ of the release named in the manifest")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=3200)
@@ -309,9 +299,7 @@ def main(arguments: list[str]) -> int:
     corpus = read_corpus(options.stdlib)
     digest = corpus_digest(corpus)
     if digest != CORPUS_SHA256:
-        print(
-            f"{options.stdlib}: {len(corpus)} files with digest {digest}, expected {CORPUS_SHA256} ({RELEASE})"
-        )
+        print(f"{options.stdlib}: {len(corpus)} files with digest {digest}, expected {CORPUS_SHA256} ({RELEASE})")
         return 1
     training, held_out = split_texts(corpus)
     tokenizer = train_tokenizer(training)
@@ -320,9 +308,7 @@ def main(arguments: list[str]) -> int:
         encoded = tokenizer.encode_batch(list(texts.values()))
         flat = np.concatenate([np.array([*item.ids, END_ID], dtype=np.int64) for item in encoded])
         streams.append(torch.from_numpy(flat).to(options.device))
-    print(
-        f"{len(training)} + {len(held_out)} files, {len(streams[0])} + {len(streams[1])} tokens", flush=True
-    )
+    print(f"{len(training)} + {len(held_out)} files, {len(streams[0])} + {len(streams[1])} tokens", flush=True)
 
     target_dir = options.out / "target"
     record = target_dir / "training.json"
@@ -357,9 +343,7 @@ def main(arguments: list[str]) -> int:
     for temperature in (0.0, 0.7, 1.0):
         rows = continued(prompts, temperature)
         shares[f"temperature_{temperature:g}"] = round(repeated_share(rows[:, PROMPT_TOKENS:]), 4)
-    print(
-        f"held-out loss {history[-1]['held_out'] if history else None}, repeated 8-grams {shares}", flush=True
-    )
+    print(f"held-out loss {history[-1]['held_out'] if history else None}, repeated 8-grams {shares}", flush=True)
     rows = continued(sources, ROW_TEMPERATURE)
     save_file(
         {
@@ -397,11 +381,7 @@ def main(arguments: list[str]) -> int:
     for temperature in (0.7,):
         for row in continued(prompts[:3], temperature).tolist():
             print(
-                "-" * 80
-                + "\n"
-                + tokenizer.decode(row[:PROMPT_TOKENS])
-                + " ⟫"
-                + tokenizer.decode(row[PROMPT_TOKENS:])
+                "-" * 80 + "\n" + tokenizer.decode(row[:PROMPT_TOKENS]) + " ⟫" + tokenizer.decode(row[PROMPT_TOKENS:])
             )
     return 0
 

@@ -36,9 +36,7 @@ def attend_blocks(
     """
     shape, blocks = query.shape, sees.shape[1]
     groups = context[0].shape[1]
-    query = (
-        query.unflatten(1, (groups, -1)).unflatten(3, (blocks, -1)) * shape[-1] ** -0.5
-    )  # [R, Hkv, G, N, B, d]
+    query = query.unflatten(1, (groups, -1)).unflatten(3, (blocks, -1)) * shape[-1] ** -0.5  # [R, Hkv, G, N, B, d]
     own_key, own_value = (tensor.unflatten(2, (1, blocks, -1)) for tensor in block)  # [R, Hkv, 1, N, B, d]
     outer = (query.flatten(2, 4) @ context[0].mT).unflatten(2, query.shape[2:5])  # [R, Hkv, G, N, B, S]
     outer = outer.masked_fill(~sees[:, None, None, :, None], torch.finfo(outer.dtype).min)

@@ -23,9 +23,7 @@ class PositionCache:
         """The next updates write to `positions` [R, Q]; reads return the positions below `width`."""
         self.index, self.width = positions[:, None, :, None], width
 
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """key and value [R, Hkv, Q, d] -> those of all positions below the width, [R, Hkv, width, d]."""
         if layer_idx not in self.layers:
             shape = (self.rows, key.shape[1], self.capacity, key.shape[3])

@@ -31,13 +31,8 @@ def parser() -> argparse.ArgumentParser:
             dest="overrides",
             help="change one setting, such as optimizer.muon_rate=0.02; may be given more than once",
         )
-    train.add_argument("--fresh", action="store_true", help="start at step 0 even if the run has checkpoints")
-    evaluate.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint directory"
-    )
-    top.epilog = (
-        "ORCH_RUN_DIR (default runs/<name>) is where a run's files go, ORCH_METRICS its metrics file."
-    )
+    evaluate.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint directory")
+    top.epilog = "ORCH_RUN_DIR (default runs/<name>) is where a run's files go, ORCH_METRICS its metrics file."
     return top
 
 
@@ -70,7 +65,7 @@ def run(options: argparse.Namespace, config: Config, run_dir: Path, metrics_path
     if options.command == "train":
         from trainer.loop import train
 
-        return train(config, run_dir=run_dir, metrics_path=metrics_path, fresh=options.fresh, began=began)
+        return train(config, run_dir=run_dir, metrics_path=metrics_path, began=began)
     from trainer.evaluate import evaluate_checkpoint
 
     return evaluate_checkpoint(config, options.checkpoint)

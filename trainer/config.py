@@ -241,9 +241,7 @@ class _Reader:
             problem("drafter.target_layers", "names a layer twice")
         self.check_target(config, problem)
         device = config.device
-        if device not in ("auto", "cpu", "cuda") and not (
-            device.startswith("cuda:") and device[5:].isdigit()
-        ):
+        if device not in ("auto", "cpu", "cuda") and not (device.startswith("cuda:") and device[5:].isdigit()):
             problem("device", f"must be auto, cpu, cuda or cuda:N, not `{device}`")
 
     def check_target(self, config: Config, problem: Callable[[str, str], None]) -> None:

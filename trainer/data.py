@@ -40,9 +40,7 @@ class Rows:
         tokens, start, end, generated = (
             tensor[index].to(device) for tensor in (self.tokens, self.start, self.end, self.generated)
         )
-        return Rows(
-            tokens=tokens, start=start, end=end, generated=generated, used=int((end - start > 0).sum())
-        )
+        return Rows(tokens=tokens, start=start, end=end, generated=generated, used=int((end - start > 0).sum()))
 
 
 def load_documents(path: Path, vocabulary: int) -> list[tuple[np.ndarray, int]]:
@@ -50,30 +48,17 @@ def load_documents(path: Path, vocabulary: int) -> list[tuple[np.ndarray, int]]:
     try:
         arrays = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise TrainerError(
-            f"{path}: not a readable safetensors file ({error}); make or fetch it anew"
-        ) from None
+        raise TrainerError(f"{path}: not a readable safetensors file ({error}); make or fetch it anew") from None
     missing = {"tokens", "lengths", "prompt_lengths"} - set(arrays)
     if missing:
         raise TrainerError(
             f"{path}: lacks {', '.join(sorted(missing))}; a data file has tokens, lengths, prompt_lengths"
         )
-    tokens, lengths, prompts = (
-        arrays[name].astype(np.int64) for name in ("tokens", "lengths", "prompt_lengths")
-    )
+    tokens, lengths, prompts = (arrays[name].astype(np.int64) for name in ("tokens", "lengths", "prompt_lengths"))
     if lengths.sum() != len(tokens):
-        raise TrainerError(
-            f"{path}: lengths add up to {lengths.sum()}, but there are {len(tokens)} tokens: cut short?"
-        )
-    if (
-        lengths.shape != prompts.shape
-        or (lengths < 1).any()
-        or (prompts < 0).any()
-        or (prompts > lengths).any()
-    ):
-        raise TrainerError(
-            f"{path}: every document needs a length of at least 1 and a prompt no longer than itself"
-        )
+        raise TrainerError(f"{path}: lengths add up to {lengths.sum()}, but there are {len(tokens)} tokens: cut short?")
+    if lengths.shape != prompts.shape or (lengths < 1).any() or (prompts < 0).any() or (prompts > lengths).any():
+        raise TrainerError(f"{path}: every document needs a length of at least 1 and a prompt no longer than itself")
     if len(tokens) == 0:
         raise TrainerError(f"{path}: holds no documents")
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
@@ -128,8 +113,5 @@ def batch_rows(seed: int, step: int, *, rows: int, rows_per_step: int) -> Tensor
     A pure function of (seed, step): resuming needs no sampler state. A step may span two epochs.
     """
     places = range(step * rows_per_step, (step + 1) * rows_per_step)
-    orders = {
-        epoch: np.random.default_rng((seed, 0, epoch)).permutation(rows)
-        for epoch in {p // rows for p in places}
-    }
+    orders = {epoch: np.random.default_rng((seed, 0, epoch)).permutation(rows) for epoch in {p // rows for p in places}}
     return torch.tensor([orders[place // rows][place % rows] for place in places])

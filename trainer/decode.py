@@ -37,9 +37,7 @@ def gumbel_noise(seed: int, *, prompts: int, length: int, vocabulary: int) -> Te
     noise = np.empty((prompts, length, vocabulary), np.float32)
     for prompt in range(prompts):
         for position in range(length):
-            noise[prompt, position] = np.random.default_rng((seed, 2, prompt, position)).gumbel(
-                size=vocabulary
-            )
+            noise[prompt, position] = np.random.default_rng((seed, 2, prompt, position)).gumbel(size=vocabulary)
     return torch.from_numpy(noise)
 
 
@@ -47,9 +45,7 @@ def gumbel_noise(seed: int, *, prompts: int, length: int, vocabulary: int) -> Te
 class Decoded:
     tokens: list[list[int]]  # what was generated, by prompt, up to the limit or just past the end token
     accepted: tuple[int, int] = (0, 0)  # sum of (accepted drafts + 1), rounds
-    margin: float = float(
-        "inf"
-    )  # smallest lead of a chosen token; equality within rounding is safe far below it
+    margin: float = float("inf")  # smallest lead of a chosen token; equality within rounding is safe far below it
 
 
 class Proposer(Protocol):
@@ -84,9 +80,7 @@ class DrafterProposer:
     @torch.no_grad()
     def accept(self, features: Tensor, positions: Tensor) -> None:
         self.cache.at(positions, width=int(positions.max()) + 1)
-        for layer, pair in enumerate(
-            self.drafter.context(features.to(self.drafter.fc.weight.dtype), positions)
-        ):
+        for layer, pair in enumerate(self.drafter.context(features.to(self.drafter.fc.weight.dtype), positions)):
             self.cache.update(*pair, layer)
 
     @torch.no_grad()
@@ -105,9 +99,7 @@ class DrafterProposer:
         self.cache.keep(rows)
 
 
-def _prefill(
-    target: Target, prompts: list[list[int]], capacity: int
-) -> tuple[PositionCache, Tensor, Tensor, Tensor]:
+def _prefill(target: Target, prompts: list[list[int]], capacity: int) -> tuple[PositionCache, Tensor, Tensor, Tensor]:
     """-> cache, lengths [P], logits for the first new token [P, 1, V], features [P, longest, K*H].
 
     Short prompts are padded on the right: what the padding leaves in the cache lies beyond the row's position.
@@ -127,9 +119,7 @@ def capacity_for(prompts: list[list[int]], new_tokens: int, block: int) -> int:
     return max(map(len, prompts)) + new_tokens + block
 
 
-def plain(
-    target: Target, prompts: list[list[int]], sampler: Sampler, *, new_tokens: int, end: int | None
-) -> Decoded:
+def plain(target: Target, prompts: list[list[int]], sampler: Sampler, *, new_tokens: int, end: int | None) -> Decoded:
     """One token a step, each from the target."""
     cache, position, logits, _ = _prefill(target, prompts, capacity_for(prompts, new_tokens, 1))
     output: list[list[int]] = [[] for _ in prompts]

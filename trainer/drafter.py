@@ -16,9 +16,7 @@ from torch.nn import functional as F
 from trainer.attention import attend_blocks
 
 KeysValues = list[tuple[Tensor, Tensor]]  # per layer: two [R, Hkv, S, d]
-Seen = tuple[
-    Tensor, Tensor
-]  # the context each block sees [R, N, S] bool, and whether it counts at all [R, N] bool
+Seen = tuple[Tensor, Tensor]  # the context each block sees [R, N, S] bool, and whether it counts at all [R, N] bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,7 @@ def load_prompts(path: Path, vocabulary: int) -> list[list[int]]:
         raise TrainerError(f"{path}: holds no prompts")
     for number, prompt in enumerate(prompts):
         if not prompt or not all(0 <= token < vocabulary for token in prompt):
-            raise TrainerError(
-                f"{path}: prompt {number} is empty or has tokens outside the vocabulary of {vocabulary}"
-            )
+            raise TrainerError(f"{path}: prompt {number} is empty or has tokens outside the vocabulary of {vocabulary}")
     return prompts
 
 
@@ -105,9 +103,7 @@ class Evaluator:
             drafter, self.target, block=self.block, mask_token=self.mask_token, capacity=self.capacity
         )
 
-    def measure(
-        self, proposer: decode.Proposer, *, prompts: int | None = None, compare: bool = True
-    ) -> Evaluation:
+    def measure(self, proposer: decode.Proposer, *, prompts: int | None = None, compare: bool = True) -> Evaluation:
         """tau at both temperatures. With `compare`, also how many prompts came out as without drafts."""
         chosen = self.prompts[:prompts]
         result: Evaluation = {"prompts": len(chosen)}

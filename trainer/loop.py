@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,18 +59,14 @@ class Training:
         block, slots = config.drafter.block_size, config.loss.anchors_per_row
         device = self.target.embedding.device
         with spans("data"):
-            index = data.batch_rows(
-                config.seed, number, rows=len(self.rows), rows_per_step=config.data.rows_per_step
-            )
+            index = data.batch_rows(config.seed, number, rows=len(self.rows), rows_per_step=config.data.rows_per_step)
             rows = self.rows.take(index, device)
             anchor, keep = anchors.draw(config.seed, number, allowed=anchors.eligible(rows), slots=slots)
         with spans("target"):
             last, features = self.target.inspect(rows.tokens, rows.start)
             wanted = None
             if config.loss.labels == "distribution":
-                wanted = teacher(
-                    last, self.target.head, anchor, block=block, temperature=config.loss.temperature
-                )
+                wanted = teacher(last, self.target.head, anchor, block=block, temperature=config.loss.temperature)
         with spans("mask"):
             lo = rows.start.gather(1, anchor)
             seen = block_mask.visible_context(lo, anchor, context=rows.tokens.shape[1]), keep
@@ -119,7 +114,7 @@ def draft_blocks(
     return drafter(noise, slots.flatten(1), context, seen).unflatten(1, (-1, block))
 
 
-def train(config: Config, *, run_dir: Path, metrics_path: Path, fresh: bool, began: float) -> int:
+def train(config: Config, *, run_dir: Path, metrics_path: Path, began: float) -> int:
     stop = Stop()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -135,12 +130,13 @@ def train(config: Config, *, run_dir: Path, metrics_path: Path, fresh: bool, beg
     training = Training(config=config, rows=rows, target=target, drafter=drafter, optimizer=optimizer)
     size = sum(parameter.numel() for parameter in drafter.parameters())
     print(
-        f"drafter of {size / 1e6:.2f} M parameters, blocks of {config.drafter.block_size}; {len(documents)} documents in "
-        f"{len(rows)} rows; {device}, {torch.get_num_threads()} threads; ready after {time.perf_counter() - began:.1f} s"
+        f"drafter of {size / 1e6:.2f} M parameters, blocks of {config.drafter.block_size}; "
+        f"{len(documents)} documents in {len(rows)} rows; {device}, {torch.get_num_threads()} threads; "
+        f"ready after {time.perf_counter() - began:.1f} s"
     )
     run = _Run(config, training, evaluator, run_dir, metrics_path, stop, began)
     try:
-        return run.go(documents, fresh=fresh)
+        return run.go(documents)
     except Stopped:
         return run.leave()
     finally:
@@ -150,15 +146,24 @@ def train(config: Config, *, run_dir: Path, metrics_path: Path, fresh: bool, beg
 class _Run:
     """One attempt at a run: where it stands, and what it writes."""
 
-    def __init__(self, config, training, evaluator, run_dir, metrics_path, stop, began):
-        self.config: Config = config
-        self.training: Training = training
-        self.evaluator: Evaluator = evaluator
-        self.run_dir: Path = run_dir
+    def __init__(
+        self,
+        config: Config,
+        training: Training,
+        evaluator: Evaluator,
+        run_dir: Path,
+        metrics_path: Path,
+        stop: Stop,
+        began: float,
+    ):
+        self.config = config
+        self.training = training
+        self.evaluator = evaluator
+        self.run_dir = run_dir
         self.checkpoints = run_dir / "checkpoints"
         self.metrics = metrics.MetricsFile(metrics_path)
-        self.stop: Stop = stop
-        self.began: float = began
+        self.stop = stop
+        self.began = began
         self.earlier_seconds = 0.0
         self.step = 0
         self.start: dict[str, Any] = {}
@@ -167,8 +172,8 @@ class _Run:
     def seconds(self) -> float:
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def go(self, documents: list, *, fresh: bool) -> int:
-        self._resume(fresh)
+    def go(self, documents: list) -> int:
+        self._resume()
         if not self.start:
             with self.stop.interruptible():
                 self.start = self._evaluate("before training")
@@ -183,7 +188,7 @@ class _Run:
         )
         partial = self.run_dir / ".result.json.partial"
         partial.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(partial, self.run_dir / "result.json")
+        partial.replace(self.run_dir / "result.json")
         print(summary(result))
         return 0 if result["equal_to_plain"]["all"] else 1
 
@@ -192,14 +197,10 @@ class _Run:
         print(f"stopped by signal {self.stop.requested} after step {self.step}; saved {path}")
         return 128 + self.stop.requested
 
-    def _resume(self, fresh: bool) -> None:
+    def _resume(self) -> None:
         found = checkpoint.checkpoints(self.checkpoints)
         if not found:
             return
-        if fresh:
-            raise TrainerError(
-                f"{self.checkpoints}: has checkpoints; move them away to start afresh, or leave out --fresh"
-            )
         state = checkpoint.read_state(found[-1], self.config)
         checkpoint.load(found[-1], self.training.drafter, self.training.optimizer)
         self.step, self.start, self.earlier_seconds = state.step, state.start, state.seconds

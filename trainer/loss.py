@@ -12,9 +12,7 @@ from trainer.data import Rows
 from trainer.metrics import Metrics
 
 
-def labels_and_weights(
-    rows: Rows, anchors: Tensor, keep: Tensor, *, block: int, gamma: float
-) -> tuple[Tensor, Tensor]:
+def labels_and_weights(rows: Rows, anchors: Tensor, keep: Tensor, *, block: int, gamma: float) -> tuple[Tensor, Tensor]:
     """anchors and keep [R, N] -> labels [R, N, B-1] int64 and weights [R, N, B-1]."""
     length = rows.tokens.shape[1]
     slot = torch.arange(1, block, device=anchors.device)

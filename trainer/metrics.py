@@ -1,6 +1,7 @@
 """Metrics stay (numerator, denominator) pairs until they are printed, so that sums over steps and ranks are right."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ def ratio(pair: tuple[float, float]) -> float:
     return pair[0] / pair[1] if pair[1] else float("nan")
 
 
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not a number is written as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return value
+
+
 class MetricsFile:
     """Appends one JSON object a line, each flushed, so that a reader never waits and a kill loses nothing."""
 
@@ -33,7 +43,7 @@ class MetricsFile:
         self.file = path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(json.dumps(_finite(record)) + "\n")
         self.file.flush()
 
     def close(self) -> None:

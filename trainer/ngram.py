@@ -49,11 +49,7 @@ def _most_frequent(documents: list[np.ndarray], n: int) -> dict[int, int]:
             continue
         key = np.full(len(document) - n, n, np.uint64)
         for i in range(n):
-            key = (
-                key * np.uint64(_MULTIPLIER)
-                + document[i : len(document) - n + i].astype(np.uint64)
-                + np.uint64(1)
-            )
+            key = key * np.uint64(_MULTIPLIER) + document[i : len(document) - n + i].astype(np.uint64) + np.uint64(1)
         keys.append(key)
         successors.append(document[n:])
     if not keys:

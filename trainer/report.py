@@ -20,9 +20,7 @@ def result_of(
 ) -> dict[str, Any]:
     names = [name for name in end if name.startswith("temperature_")]
     measured = {"start": start, "end": end, "ngram": baseline}
-    equal = {
-        name: min(evaluation[name]["equal_to_plain"] for evaluation in measured.values()) for name in names
-    }
+    equal = {name: min(evaluation[name]["equal_to_plain"] for evaluation in measured.values()) for name in names}
     return {
         "name": config.name,
         "seed": config.seed,

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from trainer.cache import PositionCache
 from trainer.errors import TrainerError
 
-
 logging.disable_progress_bar()
 
 

@@ -225,7 +225,9 @@ def test_a_perfect_drafter_is_accepted_whole(parts):
         def propose(self, histories, start):
             drafts = []
             for history in histories:
-                number = next(i for i, p in enumerate(evaluator.prompts) if history[: len(p)] == p and len(p) <= len(history))
+                number = next(
+                    i for i, p in enumerate(evaluator.prompts) if history[: len(p)] == p and len(p) <= len(history)
+                )
                 done = len(history) - len(evaluator.prompts[number])
                 drafts.append([*texts[number], 0, 0, 0][done : done + 3])
             return torch.tensor(drafts)

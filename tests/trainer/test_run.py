@@ -39,7 +39,13 @@ def few_prompts(folder: Path) -> str:
 
 def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(*overrides), cwd=ROOT, env=environment(run_dir), capture_output=True, text=True, timeout=120, check=False
+        command(*overrides),
+        cwd=ROOT,
+        env=environment(run_dir),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -71,7 +77,7 @@ def test_a_run_keeps_the_contract_and_resumes_bit_by_bit(tmp_path):
     # the first half again, then the second half from its checkpoint: not one bit differs
     half = tmp_path / "half"
     (half / "checkpoints").mkdir(parents=True)
-    os.rename(whole / "checkpoints" / "step-000003", half / "checkpoints" / "step-000003")
+    (whole / "checkpoints" / "step-000003").rename(half / "checkpoints" / "step-000003")
     result = train(half, prompts)
     assert result.returncode == 0 and "resuming after step 3" in result.stdout
     names = [run / "checkpoints" / "step-000006" / "drafter.safetensors" for run in (whole, half)]
