@@ -63,7 +63,7 @@ def printable(text: str) -> str:
     A line that was overwritten by carriage returns shows its last state, one without end its beginning.
     """
     shown = text.rstrip("\r\n").rsplit("\r", 1)[-1]
-    clean = plain(_without_escapes(shown[: 4 * _LONGEST_LINE]))
+    clean = plain(_without_escapes(shown[: 4 * _LONGEST_LINE])).replace("\n", "�")
     return clean if len(clean) <= _LONGEST_LINE else clean[: _LONGEST_LINE - 1] + "…"
 
 

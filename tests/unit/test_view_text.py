@@ -17,7 +17,8 @@ def test_durations(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(None, "-"), (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (64_200_000, "64.2 MB"), (5e15, "5000.0 TB")]
+    ("count", "text"),
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (64_200_000, "64.2 MB"), (5e15, "5000.0 TB")],
 )
 def test_sizes(count, text):
     assert size(count) == text
