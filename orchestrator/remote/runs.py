@@ -31,6 +31,7 @@ from .rundir import (
 
 CLAIM_PATIENCE = 10.0
 START_PATIENCE = 15.0
+PANE_KEPT = 24 * 3600.0  # seconds
 _HALF = ".claim-"
 # what the launcher may not hand over, since others write it
 _OURS = {"state.json", "secrets.json", "stop.json", "lock", "console.log"}
@@ -61,6 +62,7 @@ def claim(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
                 found = _same_launch(call, args, launcher)
                 if found is not None:
                     return found
+            _close_old_panes(call.root)
             return _new_run(call, args, recipe, launcher)
     except TimeoutError:
         raise OpError("failed", "another launch here has held up the claim for %g s" % CLAIM_PATIENCE) from None
@@ -97,6 +99,17 @@ def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> O
         run.write_state(state)
         return {"run": run.run, "how": "continue", "state": state}
     return None
+
+
+def _close_old_panes(root: str) -> None:
+    """A run that has ended keeps its last screen for a while, and with it a tmux server: not for ever."""
+    for run in list_runs(root):
+        if not os.path.exists(tmux.socket_path(run.run)):
+            continue
+        state, _ = run.state()
+        ended = (state or {}).get("exit") or {}
+        if (state or {}).get("phase") in ENDED and time.time() - float(ended.get("at") or 0) > PANE_KEPT:
+            tmux.kill(run.run)
 
 
 def _new_run(call: Any, args: Dict[str, Any], recipe: str, launcher: Dict[str, Any]) -> Dict[str, Any]:

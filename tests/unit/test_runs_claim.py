@@ -307,3 +307,22 @@ def test_runs_are_listed_newest_first(client: Client) -> None:
     Path(client.dir(runs[1]).file("state.json")).write_text("{half")
     broken = {entry["run"]: entry for entry in client.call("list_runs")["runs"]}[runs[1]]
     assert broken["state"] is None and "state.json" in broken["why"]
+
+
+# ---- what ended runs leave ------------------------------------------------------------------
+
+
+def test_a_new_run_ends_the_terminals_of_runs_that_ended_a_day_ago(client: Client) -> None:
+    old, fresh, alive = (
+        client.launch(program, digest=digest) for program, digest in (("pass", "o"), ("pass", "f"), (LONG, "a"))
+    )
+    for run in (old, fresh):
+        client.until(run, "finished")
+    state = client.dir(old).state()[0]
+    assert state is not None
+    state["exit"]["at"] -= 25 * 3600
+    client.dir(old).write_state(state)
+    client.claim("n")
+    assert not os.path.exists(tmux.socket_path(old))
+    assert tmux.pane(fresh)["session"] is True
+    assert client.look(alive)["phase"] in ("starting", "training")
