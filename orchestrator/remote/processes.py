@@ -168,12 +168,13 @@ def of_run(
     spare: Iterable[int] = (),
     snapshot: Optional[Snapshot] = None,
 ) -> List[Stat]:
-    """The living processes of a run: those that carry its id and directory in their environment, and all
-    descendants of these and of `roots`. The roots themselves, `spare` and this process are left out."""
+    """The living processes of a run: those that carry its id and directory in their environment or write to its
+    log, and all descendants of these and of `roots`. The roots themselves, `spare` and this process are left out."""
     now = snapshot if snapshot is not None else Snapshot()
     wanted_id, wanted_dir = os.fsencode(run), os.fsencode(run_dir)
     found = {pid for pid, (name, where) in now.marked.items() if name == wanted_id and where in (None, wanted_dir)}
     roots = set(roots)
+    found |= _writers(now, os.path.join(run_dir, "console.log"))
     todo = list(found | roots)
     while todo:
         for child in now.children.get(todo.pop(), ()):
@@ -182,6 +183,18 @@ def of_run(
                 todo.append(child)
     found -= {os.getpid(), *spare, *roots}
     return sorted(now.table[pid] for pid in found if pid in now.table and now.table[pid].state not in "ZX")
+
+
+def _writers(snapshot: Snapshot, log: str) -> Set[int]:
+    """Whose stdout or stderr is this file: a daemon may have cleared its environment, and its parent be gone."""
+    wanted = os.path.realpath(log)
+    found = set()
+    for pid in snapshot.table:
+        for fd in (1, 2):
+            with contextlib.suppress(OSError):
+                if os.readlink("%s/%d/fd/%d" % (PROC, pid, fd)) == wanted:
+                    found.add(pid)
+    return found
 
 
 def _pid_namespace(pid: str) -> Optional[str]:

@@ -12,7 +12,7 @@ import time
 from typing import Any, Dict, List, Optional
 
 from . import logs, processes, stop, tmux
-from .derive import Standing, once
+from .derive import LOST, Standing, once
 from .frames import OpError
 from .rundir import (
     ACTIVE,
@@ -80,6 +80,12 @@ def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> O
         if state.get("phase") not in ACTIVE:
             continue
         standing = Standing(run, snapshot)
+        if standing.phase == LOST and standing.alive:
+            raise OpError(
+                "refused",
+                "%s is lost, but %d of its processes still live: end them first (orch stop %s), or ask for another run "
+                "beside it (--new)" % (run.run, len(standing.alive), run.run),
+            )
         if standing.phase not in ACTIVE or standing.state is None:
             continue
         if standing.state.get("runner"):

@@ -34,7 +34,10 @@ def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool) ->
     """
     parts: list[RenderableType] = []
     runs = [run for report in reports for run in report.runs]
-    parts.append(_runs_table(runs, width) if runs else Text("no runs yet: orch launch demo", style="dim"))
+    if runs:
+        parts.append(_runs_table(runs, width))
+    elif any(report.error is None for report in reports):
+        parts.append(Text("no runs yet: orch launch demo", style="dim"))
     for report in reports:
         if report.error is not None:
             parts.append(

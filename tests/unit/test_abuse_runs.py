@@ -130,3 +130,34 @@ def test_a_run_without_a_readable_record_can_still_be_stopped(client: Client):
     answer = client.call("stop", run=run, by="tester", grace=1)
     assert answer["phase"] == "stopped" and gone(state["trainer"]["pid"])
     assert client.look(run)["phase"] == "stopped"
+
+
+DAEMON = """
+import os, sys, time
+for turn in range(2):
+    if os.fork():
+        break
+    os.setsid()
+else:
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    os.execve(sys.executable, [sys.executable, "-c", program], {})
+if turn:
+    os._exit(0)
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_a_lost_run_that_still_lives_is_not_started_beside_but_ended(client: Client):
+    run = client.launch(DAEMON)
+    daemon = eventually(lambda: int(Path(client.dir(run).console).read_bytes() or 0))
+    state = eventually(lambda: (s := client.look(run)["state"]).get("trainer") and s)
+    os.kill(state["runner"]["pid"], signal.SIGKILL)
+    lost = client.until(run, "lost")
+    assert {process["pid"] for process in lost["alive"]} == {daemon, state["trainer"]["pid"]}
+    with pytest.raises(frames.OpError, match="2 of its processes still live") as caught:
+        client.claim()
+    assert caught.value.code == "refused"
+    client.call("stop", run=run, by="tester", grace=1)
+    assert gone(daemon) and gone(state["trainer"]["pid"])
+    assert client.claim()["how"] == "new"

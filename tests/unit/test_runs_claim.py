@@ -164,6 +164,8 @@ def test_a_running_run_is_said_and_an_ended_or_lost_one_is_not_reused(client: Cl
     state = eventually(lambda: (s := client.look(run)["state"]).get("trainer") and s)
     os.kill(state["runner"]["pid"], signal.SIGKILL)
     client.until(run, "lost")
+    os.kill(state["trainer"]["pid"], signal.SIGKILL)
+    eventually(lambda: not client.look(run)["alive"])
     again = client.claim()
     assert again["how"] == "new" and again["run"] != run
     client.start(again["run"], "pass")
