@@ -325,6 +325,6 @@ def test_a_new_run_ends_the_terminals_of_runs_that_ended_a_day_ago(client: Clien
     state["exit"]["at"] -= 25 * 3600
     client.dir(old).write_state(state)
     client.claim("n")
-    assert not os.path.exists(tmux.socket_path(old))
+    assert not Path(tmux.socket_path(old)).exists()
     assert tmux.pane(fresh)["session"] is True
     assert client.look(alive)["phase"] in ("starting", "training")
