@@ -124,8 +124,11 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
     values: dict[str, Any] = {
         key: plain(value) if isinstance(value := row.get(key), str) else value for key in nvidia_smi.KEYS
     }
-    why = row.get("why") or {}
-    return Gpu(**values, error=plain("; ".join(f"{key}: {text}" for key, text in why.items())) or None)
+    keys: dict[str, list[str]] = {}
+    for key, text in (row.get("why") or {}).items():
+        keys.setdefault(str(text), []).append(str(key))
+    error = "; ".join(f"{', '.join(of)}: {text}" for text, of in keys.items())
+    return Gpu(**values, error=plain(error) or None)
 
 
 def _entry(run: RunStatus) -> history.Entry:

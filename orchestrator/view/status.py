@@ -109,17 +109,19 @@ def _gpu_lines(report: PlaceReport, width: int) -> RenderableType | None:
     if width >= 60:
         table.add_column("°C", justify="right", no_wrap=True)
         table.add_column("W", justify="right", no_wrap=True)
+    notes = []
     for gpu in report.gpus:
+        if gpu.error:
+            notes.append(Text(f"GPU {'?' if gpu.index is None else gpu.index}: {gpu.error}", style="magenta"))
         row = [_gpu_name(gpu), mebibytes(gpu.memory_used, gpu.memory_total), _percent(gpu.utilization)]
         if width >= 60:
             row += [number(gpu.temperature, ".0f"), number(gpu.power, ".0f")]
         table.add_row(*(Text(cell) for cell in row))
-    return table
+    return Group(table, *notes)
 
 
 def _gpu_name(gpu: Gpu) -> str:
-    name = f"{'?' if gpu.index is None else gpu.index} {gpu.name or ''}".strip()
-    return f"{name} ({gpu.error})" if gpu.error else name
+    return f"{'?' if gpu.index is None else gpu.index} {gpu.name or ''}".strip()
 
 
 def _percent(value: float | None) -> str:

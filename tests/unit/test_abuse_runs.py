@@ -101,6 +101,8 @@ def test_what_a_place_says_cannot_steer_the_terminal():
     assert (run.phase, run.why) == ("x�[2J", "�1m�")
     gpu = _gpu({"index": 0, "name": "H200\x1b[1m", "why": {"power": "\x07"}})
     assert (gpu.name, gpu.error) == ("H200�[1m", "power: �")
+    gpu = _gpu({"index": 0, "why": {"power": "N/A", "utilization": "N/A", "memory_used": "GPU is lost"}})
+    assert gpu.error == "power, utilization: N/A; memory_used: GPU is lost"
 
 
 def test_runs_that_are_gone_are_forgotten(tmp_path, monkeypatch):
