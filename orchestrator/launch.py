@@ -7,15 +7,13 @@ environment and the code that lie there, the runner that holds the run's lock.
 
 from __future__ import annotations
 
-import getpass
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from orchestrator import history, secrets
+from orchestrator import generations, history, secrets
 from orchestrator.config import (
     EnvironmentSpec,
     Place,
@@ -27,11 +25,12 @@ from orchestrator.config import (
     load_environment,
     recipe_digest,
 )
-from orchestrator.environment.build import BuiltEnvironment, ensure
-from orchestrator.errors import OrchError, Refused
+from orchestrator.environment.build import BuiltEnvironment, ensure, existing
+from orchestrator.errors import OrchError, Refused, UsageError
 from orchestrator.place.session import Session, open_session
 from orchestrator.provenance import provenance
 from orchestrator.snapshot import Snapshot, snapshot_bundled
+from orchestrator.user import user_name, who
 
 _CHUNK = 1 << 20
 BUNDLED_TRAINER = ["{python}", "-m", "trainer", "train", "{settings}"]
@@ -53,14 +52,18 @@ class Report(Protocol):
 
 @dataclass
 class Launch:
-    """One launch on its way. The first five fields are what is asked for, the rest what the steps found."""
+    """One launch on its way. The first seven fields are what is asked for, the rest what the steps found."""
 
     project: Project
     recipe: Recipe
     place: Place
     report: Report
     new: bool = False
+    latest: bool = False  # lift a pin
+    why: str = ""  # for the record
     spec: EnvironmentSpec | None = None
+    problem: OrchError | None = None  # why the working tree's environment cannot be used
+    pin: generations.Pinned | None = None
     snapshot: Snapshot | None = None
     secrets: Mapping[str, str] = field(default_factory=dict)
     session: Session | None = None
@@ -83,17 +86,15 @@ class Launch:
             self.session.close()
 
 
-def user_name() -> str:
-    """Who launches: `ORCH_USER`, else the login name. The same launch from the same user is one run."""
-    return os.environ.get("ORCH_USER") or getpass.getuser()
-
-
 # --- the steps -------------------------------------------------------------------------------------
 
 
 def resolve(launch: Launch) -> str:
     """Everything that can be wrong on this side is found before a connection is made."""
-    launch.spec = load_environment(launch.project, launch.recipe.environment)
+    try:
+        launch.spec = load_environment(launch.project, launch.recipe.environment)
+    except UsageError as problem:
+        launch.problem = problem  # a pinned launch does not need it, and only the place knows of pins
     launch.snapshot = snapshot_bundled()
     launch.secrets = secrets.values(launch.recipe.secrets)
     return f"{launch.recipe.name} at {launch.place.name}"
@@ -108,6 +109,21 @@ def connect(launch: Launch) -> str:
             hint=f"orch exec {launch.place.name} -- apt-get install -y tmux",
         )
     return str(launch.connected.hello.container.get("hostname", launch.place.name))
+
+
+def generation(launch: Launch) -> str:
+    """Whether the recipe is held to a generation at this place: environment, cache and code are then that one's."""
+    pin = generations.pin_of(launch.connected, launch.recipe.name)
+    for name in sorted({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONNOUSERSITE"} & launch.recipe.env.keys()):
+        launch.report.note("generation", f"env.{name} of the recipe lets the run see more than its environment")
+    if pin is not None and not launch.latest:
+        launch.pin = pin
+        return f"pinned to generation {pin.generation} ({pin.run}) by {pin.by}"
+    if launch.problem is not None:
+        raise launch.problem
+    if pin is not None:
+        return f"of the working tree; the pin to generation {pin.generation} is lifted"
+    return "of the working tree"
 
 
 def claim(launch: Launch) -> str:
@@ -142,22 +158,34 @@ def claim(launch: Launch) -> str:
 
 
 def environment(launch: Launch) -> str:
-    assert launch.spec is not None
-    built = ensure(
-        launch.connected,
-        launch.spec,
-        progress=lambda what, done, total, unit: launch.report.progress("environment", what, done, total, unit),
-    )
+    def progress(what: str, done: int, total: int | None, unit: str) -> None:
+        launch.report.progress("environment", what, done, total, unit)
+
+    if launch.pin is not None:
+        pin = launch.pin
+        built = existing(launch.connected, pin.environment, pin.environment_name, progress)
+        for what in generations.ignored_packages(launch.connected, launch.spec, launch.problem, built.manifest):
+            launch.report.note("environment", f"ignored: {what}")
+    else:
+        assert launch.spec is not None
+        built = ensure(launch.connected, launch.spec, progress=progress)
     launch.environment = built
     for note in built.notes:
         launch.report.note("environment", note)
     how = {"there": "in place", "built": "built", "waited": "built by another launch meanwhile"}[built.how]
+    if launch.pin is not None:
+        return f"{launch.pin.environment_name} {built.id}, of generation {launch.pin.generation}"
     return f"{launch.recipe.environment} {built.id}, {how}"
 
 
 def code(launch: Launch) -> str:
     snapshot = launch.snapshot
     assert snapshot is not None
+    if launch.pin is not None:
+        for what in generations.ignored_code(launch.connected, launch.pin, snapshot):
+            launch.report.note("code", f"ignored: {what}")
+        launch.snapshot = launch.pin.snapshot
+        return f"{launch.snapshot.digest}, of generation {launch.pin.generation}"
     reply = launch.connected.call("have", {"paths": [snapshot.path]})
     if snapshot.path in reply.data["paths"]:
         return f"{snapshot.digest}, in place"
@@ -181,11 +209,13 @@ def start(launch: Launch) -> str:
         "trainer.yaml": dump_yaml(fill(launch.recipe.settings, paths(launch))),
         "launch.json": json.dumps(start_record(launch), indent=1),
         "provenance.json": json.dumps(
-            provenance(launch.recipe, launch.place, session.hello, launch.environment, launch.snapshot),
+            provenance(launch.recipe, launch.place, session.hello, launch.environment, launch.snapshot, launch.pin),
             indent=1,
         ),
     }
     payload = json.dumps(dict(launch.secrets)).encode() if launch.secrets else b""
+    if launch.latest:
+        generations.lift_pin(session, launch.recipe.name)
     reply = session.call(
         "start",
         {
@@ -206,6 +236,7 @@ Step = tuple[str, Callable[[Launch], str]]
 STEPS: tuple[Step, ...] = (
     ("resolve", resolve),
     ("connect", connect),
+    ("generation", generation),
     ("claim", claim),
     ("environment", environment),
     ("code", code),
@@ -273,6 +304,23 @@ def start_record(launch: Launch) -> dict[str, Any]:
         "stop_grace": launch.recipe.stop_grace,
         "sample_seconds": launch.recipe.sample_seconds,
         "health": launch.recipe.health.model_dump(),
+        "generation": generation_record(launch),
+    }
+
+
+def generation_record(launch: Launch) -> dict[str, Any]:
+    """What the runner appends to the recipe's generations once the trainer runs."""
+    assert launch.environment is not None and launch.snapshot is not None
+    pin = launch.pin
+    return {
+        "recipe": launch.recipe.name,
+        "who": who(),
+        "why": launch.why or ("launched" if pin is None else f"launched, pinned to generation {pin.generation}"),
+        "environment": launch.environment.id,
+        "environment_name": launch.recipe.environment if pin is None else pin.environment_name,
+        "cache": None,  # none yet
+        "code": {"digest": launch.snapshot.digest},
+        "pinned_to": None if pin is None else pin.generation,
     }
 
 

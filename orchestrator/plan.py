@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.config import recipe_digest
-from orchestrator.environment.build import EnvironmentPlan
+from orchestrator.environment.build import CHECK_LIMIT, EnvironmentPlan
 from orchestrator.environment.build import plan as plan_environment
-from orchestrator.launch import STEPS, Launch, user_name
+from orchestrator.generations import Pinned
+from orchestrator.launch import STEPS, Launch
 from orchestrator.run import BEFORE_TRAINING
+from orchestrator.user import user_name
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ def plan_launch(launch: Launch) -> LaunchPlan:
         OrchError: what would make the launch itself fail before it starts anything.
     """
     steps, requests = [], []
-    for name, carry in STEPS[:2]:
+    for name, carry in STEPS[:3]:
         steps.append(PlannedStep(name, carry(launch)))
+    requests.append("is the recipe pinned to a generation?")
     what = _claim(launch)
     steps.append(PlannedStep("claim", what))
     requests.append("claim the run, under a lock")
+    if launch.pin is not None:
+        return _pinned(launch, launch.pin, steps, requests)
     assert launch.spec is not None and launch.snapshot is not None
     step, asked = _environment(plan_environment(launch.connected, launch.spec))
     steps.append(step)
@@ -69,8 +74,27 @@ def plan_launch(launch: Launch) -> LaunchPlan:
     return LaunchPlan(launch.recipe.name, launch.place.name, tuple(steps), tuple(requests))
 
 
+def _pinned(launch: Launch, pin: Pinned, steps: list[PlannedStep], requests: list[str]) -> LaunchPlan:
+    """A launch that takes all of a generation, which is at the place already."""
+    found = launch.connected.call("env_status", {"id": pin.environment, "verify": "quick"}, timeout=CHECK_LIMIT).data
+    polluted = found["polluted"]
+    state = f"polluted, so it would be refused: {polluted['summary']}" if polluted else "in place"
+    state = state if found["present"] or polluted else "gone, so the launch would fail"
+    of = f"of generation {pin.generation}"
+    steps.append(PlannedStep("environment", f"{pin.environment_name} {pin.environment} {of}, {state}"))
+    there = launch.connected.call("code_tree", {"digest": pin.code_digest}, timeout=120.0).data
+    state = "in place" if there["intact"] else "changed, so it would be refused" if there["present"] else "gone"
+    steps.append(PlannedStep("code", f"{pin.code_digest} {of}, {state}"))
+    steps.append(PlannedStep("start", "the runner in tmux, which starts the trainer"))
+    requests += [f"is environment {pin.environment} there, and clean?", f"is code/{pin.code_digest} there, and intact?"]
+    requests.append("start, and wait until the runner has taken over")
+    return LaunchPlan(launch.recipe.name, launch.place.name, tuple(steps), tuple(requests))
+
+
 def _environment(plan: EnvironmentPlan) -> tuple[PlannedStep, list[str]]:
-    requests = [f"is environment {plan.id} there?"]
+    requests = [f"is environment {plan.id} there, and clean?"]
+    if plan.polluted:
+        return PlannedStep("environment", f"{plan.id} is polluted, so it would be refused: {plan.polluted}"), requests
     if plan.present:
         return PlannedStep("environment", f"{plan.id}, in place"), requests
     missing = [file for file in plan.files if not file.there]

@@ -14,6 +14,7 @@ from orchestrator.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from orchestrator.environment.build import BuiltEnvironment
+    from orchestrator.generations import Pinned
     from orchestrator.place.session import Hello
 
 _HOST = ("hostname", "kernel", "boot_id", "driver", "config", "config_digest")
@@ -21,9 +22,14 @@ _CONTAINER = ("hostname", "machine", "system", "libc", "kernel", "boot_id", "cpu
 
 
 def provenance(
-    recipe: Recipe, place: Place, hello: Hello, environment: BuiltEnvironment, snapshot: Snapshot
+    recipe: Recipe,
+    place: Place,
+    hello: Hello,
+    environment: BuiltEnvironment,
+    snapshot: Snapshot,
+    pin: Pinned | None = None,
 ) -> dict[str, Any]:
-    """The record kept as `provenance.json` in the run's directory."""
+    """The record kept as `provenance.json` in the run's directory. With a `pin` the code is what that says of it."""
     manifest = environment.manifest
     container = hello.container
     return {
@@ -37,7 +43,8 @@ def provenance(
             "python": manifest.get("python"),
             "torch": manifest.get("torch"),
         },
-        "code": {"digest": snapshot.digest, **_git(trainer_dir())},
+        "code": {"digest": snapshot.digest, **(_git(trainer_dir()) if pin is None else pin.code)},
+        "pinned_to": None if pin is None else pin.generation,
         "compile_cache": None,
         "host": {name: hello.host.get(name) for name in _HOST},
         "container": {name: container.get(name) for name in _CONTAINER},

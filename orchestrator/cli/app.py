@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli.env import env_app
+
 app = typer.Typer(
     name="orch",
     no_args_is_help=True,
@@ -46,13 +48,17 @@ def launch(
     set_: SetOption = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it runs.")] = False,
     new: Annotated[bool, typer.Option("--new", help="Another run, also when the same launch is under way.")] = False,
+    latest: Annotated[bool, typer.Option("--latest", help="Lift the recipe's pin: take the working tree.")] = False,
+    why: Annotated[str, typer.Option("--why", help="A word for the record of the generation.")] = "",
     explain: ExplainOption = False,
     json: JsonOption = False,
 ) -> None:
     """Build the environment, stage the code, start the trainer, follow it to its end."""
     from orchestrator.cli.launch import launch_command
 
-    launch_command(recipe, place, set_ or [], detach=detach, new=new, explain=explain, json=json)
+    launch_command(
+        recipe, place, set_ or [], detach=detach, new=new, latest=latest, why=why, explain=explain, json=json
+    )
 
 
 @app.command()
@@ -165,6 +171,26 @@ def trust(
     from orchestrator.cli.trust import trust_command
 
     trust_command(host, fingerprint=fingerprint, replace=replace, yes=yes)
+
+
+app.add_typer(env_app)
+
+
+@app.command("rollback-env")
+def rollback_env(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="The latest launch's when left out.")] = None,
+    place: Annotated[str | None, typer.Argument(metavar="[PLACE]", help="HOST or HOST/CONTAINER.")] = None,
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="GENERATION", help="Not the last good one, but this.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without asking.")] = False,
+    explain: ExplainOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Go back to the last generation that worked: its environment, cache and code, from the next launch on."""
+    from orchestrator.cli.rollback import rollback_command
+
+    rollback_command(recipe, place, to=to, yes=yes, explain=explain, json=json)
 
 
 def _version(value: bool) -> None:

@@ -34,12 +34,20 @@ class _Silent:
     def end(self, step: str, what: str) -> None: ...
 
 
-def _asked(recipe: str, place: str | None, overrides: list[str], report: Any, *, new: bool = False) -> Launch:
+def _asked(
+    recipe: str,
+    place: str | None,
+    overrides: list[str],
+    report: Any,
+    *,
+    new: bool = False,
+    latest: bool = False,
+    why: str = "",
+) -> Launch:
     project, hosts = project_and_hosts()
     loaded = load_recipe(project, recipe, place_override=place, overrides=overrides)
-    return Launch(
-        project=project, recipe=loaded, place=resolve_place(hosts, loaded.place, project), report=report, new=new
-    )
+    found = resolve_place(hosts, loaded.place, project)
+    return Launch(project=project, recipe=loaded, place=found, report=report, new=new, latest=latest, why=why)
 
 
 def plan_command(recipe: str, place: str | None, overrides: list[str], *, json: bool, new: bool = False) -> None:
@@ -66,6 +74,8 @@ def launch_command(
     *,
     detach: bool,
     new: bool,
+    latest: bool,
+    why: str,
     explain: bool,
     json: bool,
 ) -> None:
@@ -75,7 +85,7 @@ def launch_command(
         typer.Exit: 1 when the run failed, was stopped or is lost.
     """
     if explain:
-        _explain(recipe, place, overrides, new=new)
+        _explain(recipe, place, overrides, new=new, latest=latest)
         return
     if json and not detach:
         raise UsageError("launch --json goes with --detach: to follow a run as JSON, ask orch status --json")
@@ -83,7 +93,7 @@ def launch_command(
 
     out = console()
     with LaunchDisplay(out) as display:
-        launch = _asked(recipe, place, overrides, _Silent() if json else display, new=new)
+        launch = _asked(recipe, place, overrides, _Silent() if json else display, new=new, latest=latest, why=why)
         try:
             if not json:
                 out.print(f"launching {launch.recipe.name} at {launch.place.name}", soft_wrap=True)
@@ -110,11 +120,11 @@ def _say(out: Console, what: str, run: str) -> None:
     out.print(f"  orch status {run}\n  orch logs -f {run}\n  orch attach {run}\n  orch stop {run}", soft_wrap=True)
 
 
-def _explain(recipe: str, place: str | None, overrides: list[str], *, new: bool) -> None:
+def _explain(recipe: str, place: str | None, overrides: list[str], *, new: bool, latest: bool) -> None:
     from orchestrator.plan import plan_launch
     from orchestrator.view.plan import print_plan
 
-    launch = _asked(recipe, place, overrides, _Silent(), new=new)
+    launch = _asked(recipe, place, overrides, _Silent(), new=new, latest=latest)
     try:
         plan = plan_launch(launch)
     finally:

@@ -7,9 +7,9 @@ import platform
 from orchestrator.cli.context import meant_run
 from orchestrator.cli.output import console, print_json
 from orchestrator.explain import explanation
-from orchestrator.launch import user_name
 from orchestrator.place.session import open_session
 from orchestrator.plain import plain
+from orchestrator.user import user_name
 
 _LONGEST_GRACE = 3600.0
 

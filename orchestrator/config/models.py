@@ -237,6 +237,7 @@ class EnvironmentSpec(_Model):
     name: Annotated[str, Given()]
     directory: Annotated[Path, Given()]
     lock_text: Annotated[str, Given()] = Field(repr=False)
+    allow_unhashed: Annotated[bool, Given()] = False  # for one build: files that the lock has no hash of
     python: Annotated[
         str,
         AfterValidator(_python_range),
@@ -251,3 +252,4 @@ class EnvironmentSpec(_Model):
         Literal["cpu", "cu126", "cu128", "cu130", "auto"],
         Expect("cpu, cu126, cu128, cu130 or auto", "backend: cpu"),
     ]
+    index_hashes: Annotated[bool, Expect("true or false")] = False

@@ -12,15 +12,16 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from orchestrator.config.models import EnvironmentSpec
-from orchestrator.environment.lock import Pin, environment_id, pins
+from orchestrator.environment.lock import Pin, environment_id, missing, pins, unlisted
 from orchestrator.environment.progress import Progress, silent
+from orchestrator.environment.relock import lock
 from orchestrator.environment.sending import ensure_uv, on_this_machine, send_wheels, there, wheel_path
 from orchestrator.environment.store import WheelStore
 from orchestrator.environment.target import PythonAtPlace, Target, choose_python, target_of
 from orchestrator.environment.torch_cpu import cpu_pins, wants_cpu
 from orchestrator.environment.uv_tool import uv_there, uv_to_send
-from orchestrator.environment.wheels import fetch, stored
-from orchestrator.errors import ConfigError, NotFound, Refused
+from orchestrator.environment.wheels import Trust, fetch, stored
+from orchestrator.errors import ConfigError, NotFound, OrchError, Refused
 from orchestrator.place.session import Session
 
 __all__ = ["BuiltEnvironment", "EnvironmentPlan", "ensure", "on_this_machine", "plan", "request", "wheel_path"]
@@ -163,7 +164,8 @@ def ensure(
         raise refusal(session, spec.name, wanted.id, found["polluted"])
     if found["present"]:
         return _built(wanted.id, found, 0, "there")
-    wheels = fetch(wanted.pins, wanted.target, store, progress)
+    spec, wanted = _complete(session, spec, wanted)
+    wheels = fetch(wanted.pins, wanted.target, store, progress, trust=_trust(spec))
     paths, sent = send_wheels(session, wheels, progress)
     program, more = ensure_uv(session, wanted.target, store, progress)
     args = {
@@ -179,6 +181,30 @@ def ensure(
         "about": _about(wanted),
     }
     return _build(session, args, sent + more, progress, anew=anew)
+
+
+def _trust(spec: EnvironmentSpec) -> Trust:
+    return "anyone" if spec.allow_unhashed else "index" if spec.index_hashes else "lock"
+
+
+def _complete(session: Session, spec: EnvironmentSpec, wanted: Request) -> tuple[EnvironmentSpec, Request]:
+    """The spec with a lock that names everything. One that does not is completed by what indexes say now, for this
+    build alone and only where that is allowed. Raises OrchError."""
+    lacking = unlisted(spec.lock_text)
+    if not lacking:
+        return spec, wanted
+    if spec.allow_unhashed:
+        text = lock(spec.directory)
+        if not unlisted(text):
+            whole = spec.model_copy(update={"lock_text": text})
+            return whole, request(
+                session, whole, PythonAtPlace(wanted.target.python_path, wanted.target.python_version)
+            )
+    raise OrchError(
+        f"requirements.lock of {spec.name} does not list {', '.join(lacking)}: no index that has it could be reached "
+        f"{'from here' if spec.allow_unhashed else 'where it was made'}",
+        hint=f"orch env lock {spec.name}, where one can be reached",
+    )
 
 
 def status(session: Session, ident: str, progress: Progress = silent, verify: str = "auto") -> dict[str, Any]:
@@ -251,6 +277,8 @@ def _about(wanted: Request) -> dict[str, Any]:
         "name": wanted.spec.name,
         "backend": wanted.spec.backend,
         "lock": hashlib.sha256(wanted.spec.lock_text.encode()).hexdigest(),
+        "lock_missing": missing(wanted.spec.lock_text),
+        "allow_unhashed": wanted.spec.allow_unhashed,
         "platform": {"system": target.system, "machine": target.machine, "libc": list(target.libc or ())},
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from orchestrator.config import find_project, load_environment, load_hosts, resolve_place
 from orchestrator.environment.build import request
+from orchestrator.environment.progress import silent
 from orchestrator.environment.store import WheelStore
 from orchestrator.environment.target import PythonAtPlace
 from orchestrator.environment.uv_tool import workstation_uv
@@ -32,7 +33,7 @@ def install(name: str, python: str) -> int:
         here = resolve_place(load_hosts(project), "local")
         with open_session(here) as session:
             wanted = request(session, spec, PythonAtPlace(python, version))
-        wheels = fetch(wanted.pins, wanted.target, WheelStore(), lambda what, done, total, unit: None)
+        wheels = fetch(wanted.pins, wanted.target, WheelStore(), silent, trust="index" if spec.index_hashes else "lock")
         requirements = Path(folder) / "requirements.txt"
         requirements.write_text("".join(f"{wheel.path} --hash=sha256:{wheel.sha256}\n" for wheel in wheels))
         argv = [workstation_uv(), "pip", "install", "--python", python, "--offline", "--no-index", "--no-deps"]

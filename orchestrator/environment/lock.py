@@ -1,6 +1,6 @@
 """requirements.lock: exact versions with the hashes of their files, markers kept, for many targets at once.
 
-`python -m orchestrator.environment.lock recipes/envs/NAME` makes it anew.
+`orch env lock NAME` makes it. Comments say what is missing in it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from orchestrator.errors import ConfigError, OrchError
 # Part of every id: what is built from the same inputs changes with it.
 BUILD_VERSION = 2
 
+# Packages that are needed and not even named: no environment can be built from this lock.
+UNLISTED = "#     unlisted: "
+_MISSING = re.compile(r"^#     (unknown|unlisted): (.+)$", re.MULTILINE)
 _HASH = re.compile(r"--hash=(\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -34,6 +37,16 @@ class Pin:
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version}"
+
+
+def missing(lock_text: str) -> list[str]:
+    """What the lock itself says is missing in it, each a phrase."""
+    return [what for _, what in _MISSING.findall(lock_text)]
+
+
+def unlisted(lock_text: str) -> list[str]:
+    """The packages that are needed and that the lock does not name, each a phrase."""
+    return [what for kind, what in _MISSING.findall(lock_text) if kind == "unlisted"]
 
 
 def pins(lock_text: str, target: Target, *, where: str = "requirements.lock") -> list[Pin]:
@@ -55,7 +68,7 @@ def pins(lock_text: str, target: Target, *, where: str = "requirements.lock") ->
     if not problems and not found:
         problems.append(f"{where}: nothing is pinned for {target}")
     if problems:
-        raise ConfigError(problems, hint="make the lock anew: python -m orchestrator.environment.lock DIRECTORY")
+        raise ConfigError(problems, hint="make the lock anew: orch env lock NAME")
     if "torch" in found and target.libc and target.libc[0] == "musl":
         raise OrchError(
             f"torch has no wheels for musl, and the place is {target}: use a container with glibc, such as Debian's"
@@ -112,11 +125,3 @@ def _pin(line: str, environment: dict[str, str]) -> tuple[Pin | None, str]:
         return None, ""
     name = str(canonicalize_name(requirement.name))
     return Pin(name, exact[0].version, tuple(sorted(d.partition(":")[2] for d in digests))), ""
-
-
-if __name__ == "__main__":
-    import sys
-
-    from orchestrator.environment.relock import main
-
-    sys.exit(main(sys.argv[1:]))

@@ -6,21 +6,24 @@ address.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+from orchestrator.environment.lock import UNLISTED, missing
 from orchestrator.environment.pip_settings import pip_settings, uv_environment, uv_flags
+from orchestrator.environment.progress import Progress, silent
 from orchestrator.environment.pylock import NamedWheel, read_pylock
 from orchestrator.environment.store import fits
 from orchestrator.environment.target import Target, uv_platform
@@ -32,12 +35,34 @@ _PYTHONS = tuple(f"3.{minor}" for minor in range(10, 15))
 _LINUX = (("x86_64", "2.28"), ("aarch64", "2.28"))
 _TIMEOUT = 600.0  # seconds that one resolution may take
 _KNOWN = "#     known: "
+_UNKNOWN = "#     unknown: "
+_UNLISTED = UNLISTED
 
 
-def lock(directory: Path) -> str:
+@dataclass(frozen=True)
+class Locked:
+    """A lock that was written."""
+
+    path: Path
+    distributions: int
+    missing: tuple[str, ...]  # what it has no hash of, or does not list, each a phrase
+
+
+def write(directory: Path, progress: Progress = silent) -> Locked:
+    """Writes `directory`'s requirements.lock by one rename. Raises UsageError, OrchError."""
+    text = lock(directory, progress)
+    path = directory / "requirements.lock"
+    beside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+    return Locked(path, len(_names(text)), tuple(missing(text)))
+
+
+def lock(directory: Path, progress: Progress = silent) -> str:
     """The text of the lock that `directory`'s requirements.in and spec.yaml ask for.
 
-    Raises UsageError for what is wrong with those files, OrchError where uv finds no solution.
+    What the lock had before is kept where fewer indexes are in reach now. Raises UsageError for what is wrong with
+    those files, OrchError where uv finds no solution.
     """
     spec = _spec(directory)
     given = _requirements(directory / "requirements.in")
@@ -47,7 +72,8 @@ def lock(directory: Path) -> str:
     pythons = [python for python in _PYTHONS if python in SpecifierSet(spec["python"])]
     if not pythons:
         raise UsageError(f"{directory / 'spec.yaml'}: python {spec['python']} fits none of {', '.join(_PYTHONS)}")
-    cpu = torch is not None and spec.get("backend") == "cpu"
+    backend = spec["backend"] if torch is not None else "auto"
+    version = Version(spec["torch"]).public if backend != "auto" else spec["torch"]
     with tempfile.TemporaryDirectory(prefix="orch-lock-") as folder:
         work = Path(folder)
         # A project that needs nothing: uv takes the platforms to resolve for, and the range of Pythons,
@@ -57,41 +83,64 @@ def lock(directory: Path) -> str:
             f'requires-python = ">={pythons[0]},<3.{_after(pythons)}"\n'
             "[tool.uv]\nenvironments = [\"sys_platform == 'linux'\", \"sys_platform == 'darwin'\"]\n"
         )
-        # `===` takes the index's plain build, whose metadata knows every platform; CPU builds are added
-        # below.
-        lines = [str(r) for r in given if not (cpu and r is torch)]
-        if cpu:
-            lines.append(f"torch==={spec['torch']}")
-        (work / "requirements.in").write_text("\n".join(lines) + "\n")
         # uv's configuration is read from this folder alone.
         environment.pop("UV_NO_CONFIG", None)
-        excluded: set[str] = set()
+        _exclude(work, set())
+        others = [str(r) for r in given if backend == "auto" or r is not torch]
+        if backend.startswith("cu"):
+            progress(f"asking for torch {version}+{backend}", 0, None, "s")
+            (work / "requirements.in").write_text("\n".join([*others, f"torch=={version}+{backend}"]) + "\n")
+            with contextlib.suppress(OrchError):
+                text = _compile(work, pythons[0], environment, [*flags, "--torch-backend", backend], "requirements")
+                return _head(directory, []) + text
+        # `===` takes the index's plain build, whose metadata knows every platform; other builds are added below.
+        lines = others if backend == "auto" else [*others, f"torch==={version}"]
+        (work / "requirements.in").write_text("\n".join(lines) + "\n")
+        progress("resolving", 0, None, "s")
         environment = _sufficient(work, pythons[0], environment, flags)
-        while True:
-            _exclude(work, excluded)
-            text = _compile(work, pythons[0], environment, flags, "requirements")
-            cuda = {name for name in _names(text) if is_cuda_only(name)} if cpu else set()
-            if cuda <= excluded:
-                break
-            excluded |= cuda
+        text = _resolved(work, pythons[0], environment, flags, backend)
         notes: list[str] = []
-        if cpu:
+        if backend == "cpu":
             listed = read_pylock(_compile(work, pythons[0], environment, flags, "pylock.toml"))
             plain = [wheel for wheel in listed if wheel.name == "torch" and "-macosx_" in wheel.filename]
-            builds = _cpu_builds(spec["torch"], pythons, settings, _known(directory / "requirements.lock"))
+            builds = _cpu_builds(version, pythons, settings, _known(directory / "requirements.lock"), progress)
             text = _without(text, "torch")
-            for version, marker, wheels in (
-                (spec["torch"], "sys_platform == 'darwin'", plain),
-                (f"{spec['torch']}+cpu", "sys_platform == 'linux'", list(builds.values())),
+            for full, marker, wheels in (
+                (version, "sys_platform == 'darwin'", plain),
+                (f"{version}+cpu", "sys_platform == 'linux'", list(builds.values())),
             ):
-                text = _insert(text, f"torch=={version} ; {marker}", wheels)
-            notes = _cpu_notes(spec["torch"], pythons, builds)
+                text = _insert(text, f"torch=={full} ; {marker}", wheels)
+            notes = _cpu_notes(version, pythons, builds)
+        elif backend.startswith("cu"):
+            text = _insert(_without(text, "torch"), f"torch=={version}+{backend} ; sys_platform == 'linux'", [])
+            notes = [f"# torch {version}+{backend}: no index that could be reached from where this was made has it"]
+            notes.append(f"{_UNKNOWN}torch {version}+{backend}")
+            notes.append(f"{_UNLISTED}the CUDA libraries that torch {version}+{backend} requires")
+            notes.append("# The command above adds both where such an index can be reached.")
+    return _head(directory, notes) + text
+
+
+def _head(directory: Path, notes: Sequence[str]) -> str:
     head = [
         "# Exact versions and file hashes for every platform and Python of spec.yaml. Do not edit: made by",
-        f"#     python -m orchestrator.environment.lock recipes/envs/{directory.resolve().name}",
+        f"#     orch env lock {directory.resolve().name}",
         *notes,
     ]
-    return "\n".join(head) + "\n" + text
+    return "\n".join(head) + "\n"
+
+
+def _resolved(work: Path, python: str, environment: Mapping[str, str], flags: Sequence[str], backend: str) -> str:
+    """What uv resolves, without the CUDA libraries of a build of torch that is not the one that is wanted."""
+    excluded: set[str] = set()
+    while True:
+        _exclude(work, excluded)
+        text = _compile(work, python, environment, flags, "requirements")
+        cuda = {name for name in _names(text) if is_cuda_only(name)} if backend != "auto" else set()
+        if backend.startswith("cu"):
+            cuda.discard("triton")  # the same for every CUDA
+        if cuda <= excluded:
+            return text
+        excluded |= cuda
 
 
 def _spec(directory: Path) -> dict[str, str]:
@@ -214,7 +263,11 @@ def _known(path: Path) -> list[NamedWheel]:
 
 
 def _cpu_builds(
-    version: str, pythons: Sequence[str], settings: Mapping[str, str], known: Sequence[NamedWheel]
+    version: str,
+    pythons: Sequence[str],
+    settings: Mapping[str, str],
+    known: Sequence[NamedWheel],
+    progress: Progress,
 ) -> dict[tuple[str, str], NamedWheel]:
     """torch's CPU wheels that can be found from here or are known from before, by Python and machine."""
     builds: dict[tuple[str, str], NamedWheel] = {}
@@ -225,7 +278,7 @@ def _cpu_builds(
             for wheel in known:
                 if wheel.version == f"{version}+cpu" and fits(wheel.filename, target):
                     builds[python, machine] = wheel
-            print(f"torch {version}+cpu for {python}, {uv_platform(target)} …", file=sys.stderr)
+            progress(f"torch {version}+cpu for {python}, {uv_platform(target)}", 0, None, "s")
             for backend in (False, True) if reachable else (False,):
                 answer = name_wheel(f"{version}+cpu", target, settings, backend=backend, files_too=True)
                 if answer.wheel:
@@ -244,25 +297,8 @@ def _cpu_notes(version: str, pythons: Sequence[str], builds: Mapping[tuple[str, 
         lacking: dict[str, list[str]] = {}
         for python, machine in missing:
             lacking.setdefault(machine, []).append(python)
-        notes += [f"#     unknown: CPython {', '.join(p)} on {machine}" for machine, p in lacking.items()]
+        what = f"torch {version}+cpu for CPython"
+        notes += [f"{_UNKNOWN}{what} {', '.join(p)} on {machine}" for machine, p in lacking.items()]
         notes.append("# No index that could be reached from where this was made has the others. The command above adds")
-        notes.append("# them where one is; until then such a build is taken only by a hash that its index states.")
+        notes.append("# them where one is.")
     return notes
-
-
-def main(argv: Sequence[str]) -> int:
-    """`python -m orchestrator.environment.lock DIRECTORY`: writes DIRECTORY/requirements.lock."""
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.environment.lock", description=__doc__)
-    parser.add_argument("directory", type=Path, help="holds spec.yaml and requirements.in")
-    directory = parser.parse_args(argv).directory
-    try:
-        text = lock(directory)
-    except OrchError as error:
-        print(error.message, file=sys.stderr)
-        return error.exit_code
-    path = directory / "requirements.lock"
-    beside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
-    print(f"{path}: {len(_names(text))} distributions")
-    return 0

@@ -35,7 +35,7 @@ class Wheel:
     sha256: str
     size: int  # bytes
     path: Path
-    origin: str = "lock"  # who vouches for the hash: "lock" or "index"
+    origin: str = "lock"  # who vouches for the hash: "lock", "index", or "nobody"
 
 
 class WheelStore:
@@ -73,8 +73,8 @@ class WheelStore:
                 if time.time() - folder.stat().st_mtime > _STALE:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, path: Path, *, said_by_index: bool = False) -> Wheel:
-        """Takes a wheel in from a workspace, whoever else adds the same at that moment.
+    def add(self, path: Path, *, origin: str = "lock") -> Wheel:
+        """Takes a wheel in from a workspace, whoever else adds the same at that moment. `origin` vouches for it.
 
         Raises OrchError for a file whose name is no wheel's.
         """
@@ -93,10 +93,9 @@ class WheelStore:
             # bytes.
             with contextlib.suppress(OSError):
                 beside.rename(place)
-        if said_by_index:
-            self._remember(path.name, digest)
+        if origin != "lock":
+            self._remember(path.name, digest, origin)
         kept = place / path.name
-        origin = "index" if said_by_index else "lock"
         return Wheel(name, str(version), path.name, digest, kept.stat().st_size, kept, origin)
 
     def find(self, pin: Pin, target: Target) -> Wheel | None:
@@ -108,7 +107,7 @@ class WheelStore:
             for path in sorted((self.root / digest[:2] / digest).glob("*.whl")):
                 rank = _rank(path.name, ranks)
                 if rank is not None and (best is None or rank < best[0]):
-                    origin = "lock" if digest in pin.hashes else "index"
+                    origin = "lock" if digest in pin.hashes else stated[digest]
                     size = path.stat().st_size
                     best = rank, Wheel(pin.name, pin.version, path.name, digest, size, path, origin)
         return best[1] if best else None
@@ -120,15 +119,22 @@ class WheelStore:
             for path in (self.root / digest[:2] / digest).glob("*.whl")
         )
 
-    def _stated(self, pin: Pin) -> list[str]:
+    def _stated(self, pin: Pin) -> dict[str, str]:
+        """The digests of files that the lock does not know, and who vouches for each."""
         folder = self.root / "from-index" / f"{pin.name}-{pin.version}"
-        return sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
+        found = {}
+        for path in sorted(folder.glob("*")) if folder.is_dir() else []:
+            try:
+                found[path.name] = str(json.loads(path.read_text()).get("origin", "index"))
+            except (OSError, ValueError, AttributeError):
+                continue
+        return found
 
-    def _remember(self, filename: str, digest: str) -> None:
+    def _remember(self, filename: str, digest: str, origin: str) -> None:
         name, version, _, _ = parse_wheel_filename(filename)
         folder = self.root / "from-index" / f"{name}-{version}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / digest).write_text(json.dumps({"file": filename}))
+        (folder / digest).write_text(json.dumps({"file": filename, "origin": origin}))
 
 
 def _rank(filename: str, ranks: dict[Tag, int]) -> int | None:

@@ -1,4 +1,7 @@
-"""torch's CPU builds: the usual index has gigabytes of CUDA for Linux, of no use without a GPU."""
+"""torch's builds that the usual index does not have: for the CPU, and for another CUDA.
+
+The usual index has gigabytes of one CUDA for Linux, of no use without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,12 @@ from orchestrator.environment.uv_tool import workstation_uv
 from orchestrator.errors import OrchError
 
 _TIMEOUT = 90.0  # seconds for uv to name one wheel
+_BUILD = re.compile(r"cpu|cu\d{3}")
 _CUDA_ONLY = re.compile(r"(nvidia|cuda|triton)(-|$)")
 _UNREACHABLE = re.compile(r"error sending request|dns error|Failed to fetch|client error|timed out", re.IGNORECASE)
+
+
+_INSTEAD = ("another build", "a CUDA build")
 
 
 class Backend(Protocol):
@@ -40,6 +47,15 @@ class Named:
 
     wheel: NamedWheel | None
     unreachable: bool = False
+
+
+def unhashed(what: Sequence[str]) -> OrchError:
+    """Why files that the lock has no hash of are not taken."""
+    return OrchError(
+        f"requirements.lock has no hash for {', '.join(what)}: what is fetched could not be checked",
+        hint="orch env lock NAME, where an index that has it can be reached; or orch env build NAME PLACE "
+        "--allow-unhashed",
+    )
 
 
 def is_cuda_only(name: str) -> bool:
@@ -67,17 +83,22 @@ def cpu_pins(wanted: Sequence[Pin], target: Target) -> list[Pin]:
     ]
 
 
-def is_cpu_build(pin: Pin) -> bool:
-    """Whether a pin is for a build that the usual index does not have."""
-    return pin.name == "torch" and Version(pin.version).local == "cpu"
+def build_of(pin: Pin) -> str | None:
+    """The build of torch that a pin is for, such as cpu or cu128, where the usual index does not have it."""
+    local = Version(pin.version).local or ""
+    return local if pin.name == "torch" and _BUILD.fullmatch(local) else None
 
 
-def fetch_cpu(pin: Pin, target: Target, store: WheelStore, progress: Progress) -> Wheel:
-    """Brings torch's CPU wheel into the store.
+def fetch_build(
+    pin: Pin, target: Target, store: WheelStore, progress: Progress, *, stated_will_do: bool = True
+) -> Wheel:
+    """Brings the wheel of one of torch's builds into the store.
 
-    By the lock's hashes from where pip looks, else by the address and the hash that an index states. Raises
-    OrchError where neither works; a CUDA build is never taken in its place.
+    By the lock's hashes from where pip looks, else from the address that an index states, and by its hash where
+    `stated_will_do`. Raises OrchError where neither works; another build is never taken in its place.
     """
+    build = build_of(pin)
+    of = "CPU builds" if build == "cpu" else f"{build} builds"
     with store.workspace() as folder:
         if pin.hashes:
             line = " ".join([str(pin), *(f"--hash=sha256:{digest}" for digest in pin.hashes)])
@@ -85,7 +106,7 @@ def fetch_cpu(pin: Pin, target: Target, store: WheelStore, progress: Progress) -
                 return store.add(download([line], target, folder, progress)[0])
             except (NoWheel, WrongHash):
                 pass  # the lock knows other platforms' builds, or pip knows no index that has one
-        progress("looking for torch's CPU build", 0, 1, "wheels")
+        progress(f"looking for torch's {build} build", 0, 1, "wheels")
         settings = pip_settings()
         unreachable = False
         for backend in (False, True):
@@ -96,22 +117,24 @@ def fetch_cpu(pin: Pin, target: Target, store: WheelStore, progress: Progress) -
         else:
             raise OrchError(
                 f"torch {pin.version} for {target} is not to be had: "
-                + ("the index of torch's CPU builds cannot be reached" if unreachable else "no index has it")
-                + ", pip's settings name no source that has it, and a CUDA build is not taken for it",
+                + (f"the index of torch's {of} cannot be reached" if unreachable else "no index has it")
+                + f", pip's settings name no source that has it, and {_INSTEAD[build == 'cpu']} is not taken for it",
                 hint="put the wheel's folder in pip's find-links and its hash in the lock, or use a network",
             )
         wheel = answer.wheel
         stated = wheel.sha256 not in pin.hashes
+        if stated and not stated_will_do:
+            raise unhashed([f"{pin} for {target}"])
         again = folder / "named"
         again.mkdir()
         line = f"torch @ {wheel.url.split('#')[0]} --hash=sha256:{wheel.sha256}"
-        return store.add(download([line], target, again, progress)[0], said_by_index=stated)
+        return store.add(download([line], target, again, progress)[0], origin="index" if stated else "lock")
 
 
 def name_wheel(version: str, target: Target, settings: Mapping[str, str], *, backend: bool, files_too: bool) -> Named:
     """What uv says of torch's wheel for a target.
 
-    It looks where pip looks, or (`backend`) on the index of CPU builds that it knows by itself. A file in a
+    It looks where pip looks, or (`backend`) on the index of such builds that it knows by itself. A file in a
     folder has no index to vouch for its hash: it counts only with `files_too`.
     """
     argv = [
@@ -132,7 +155,7 @@ def name_wheel(version: str, target: Target, settings: Mapping[str, str], *, bac
     ]
     argv += ["--only-binary", ":all:", *uv_flags(settings)]
     if backend:
-        argv += ["--torch-backend", "cpu"]
+        argv += ["--torch-backend", Version(version).local or "cpu"]
     with tempfile.TemporaryDirectory(prefix="orch-torch-") as folder:
         wanted = Path(folder) / "torch.in"
         wanted.write_text(f"torch=={version}\n")

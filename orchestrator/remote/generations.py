@@ -132,6 +132,18 @@ class Chronicle:
             self._marks.append((standing, why))
             self._next = 0.0
 
+    def ended(self, phase: str, reason: str, mark: Optional[Dict[str, Any]], state: Dict[str, Any]) -> None:
+        """How the generation stands by the run's end: what failed before it was healthy is bad. Without a health
+        `mark` in the recipe, ending well is the mark."""
+        asked = any((mark or {}).get(key) is not None for key in ("step", "tokens_per_second"))
+        reached = state.get("health")
+        healthy = reached is not None and reached.get("fast_enough") is not False
+        if phase == "finished" and not asked:
+            self.mark("good", "finished")
+        elif phase == "failed" and not healthy:
+            self.mark("bad", reason)
+        self.step()
+
     def step(self) -> None:
         """Write what is due. Raises nothing that a full disk or a busy lock can cause."""
         if (self._begun and not self._marks) or time.monotonic() < self._next:

@@ -18,6 +18,7 @@ from typing import Any, Callable, Dict, List, Optional
 from . import processes, spawn
 from .cgroup import MemoryGroup, machine_oom_kills
 from .echo import Echo
+from .generations import Chronicle
 from .metrics import Follower
 from .recorder import Recorder
 from .rundir import RunDir, State, no_exit, read_json
@@ -40,6 +41,7 @@ class Runner:
         self.sampler = Sampler(0.0)
         self.memory = MemoryGroup()
         self.records = Recorder(run, {}, self.echo.say)
+        self.chronicle: Optional[Chronicle] = None
         self.trainer: Any = None  # Popen
         self.returncode: Optional[int] = None
         self.stopping = False
@@ -143,6 +145,9 @@ class Runner:
         if self.launch.get("metrics") is False:
             self.records.phase("training")
         self.records.step(force=True)
+        about = self.launch.get("generation") or {}
+        self.chronicle = Chronicle(os.path.dirname(os.path.dirname(self.run.real)), self.run.run, about)
+        self._guard(self.chronicle.step)
         self.echo.say("%s started, pid %d" % (self.run.run, self.trainer.pid))
         return True
 
@@ -176,6 +181,8 @@ class Runner:
 
     def _record(self) -> None:
         self.records.step()
+        if self.chronicle is not None:
+            self.chronicle.step()
 
     def _sleep(self, seconds: float) -> None:
         select.select([self._wake], [], [], seconds)
@@ -230,19 +237,23 @@ class Runner:
     def _health(self, step: Optional[int], rate: Optional[float]) -> None:
         mark = self.launch.get("health") or {}
         wanted_step, wanted_rate = mark.get("step"), mark.get("tokens_per_second")
-        if self.records.state.get("health") or (wanted_step is None and wanted_rate is None):
+        before = self.records.state.get("health")
+        if (before and before.get("fast_enough") is not False) or (wanted_step is None and wanted_rate is None):
             return
         if wanted_step is not None and (step is None or step < wanted_step):
             return
         if wanted_rate is not None and rate is None:
             return
         fast = None if wanted_rate is None or rate is None else rate >= wanted_rate
-        if wanted_step is None and not fast:
+        if (wanted_step is None or before) and not fast:
             return
         reached = {"at": time.time(), "step": step, "tokens_per_second": rate, "fast_enough": fast}
         self.records.set(health=reached)
         self.records.event("health_mark", **{k: v for k, v in reached.items() if k != "at"})
         self.records.urgent()
+        if fast is not False and self.chronicle is not None:
+            at = "" if fast is None else " at %.0f tokens/s" % (rate or 0.0)
+            self.chronicle.mark("good", "reached step %s%s" % (step, at))
 
     def _sample(self) -> None:
         line = self.sampler.step()
@@ -344,6 +355,8 @@ class Runner:
         return spawn.exit_record(self.returncode, time.time(), kills, machine, unknown or self.kills_unknown)
 
     def _end(self, phase: str, record: Dict[str, Any]) -> int:
+        if self.chronicle is not None:
+            self.chronicle.ended(phase, str(record.get("reason")), self.launch.get("health"), self.records.state)
         self.records.set(exit=record)
         self.records.phase(phase)
         self.records.event("ended", phase=phase, **{k: v for k, v in record.items() if k != "at"})

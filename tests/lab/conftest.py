@@ -135,7 +135,8 @@ class Lab:
 
     def forget(self, vmid: str | None = "200", root: str = "/var/lib/orch") -> None:
         """Removes everything that orch left at a place: what comes next is a first contact."""
-        self.run("rm", "-rf", root, vmid=vmid)
+        # Environments are write-protected there.
+        self.run("sh", "-c", 'chattr -R -f -i "$1/envs" 2>/dev/null; rm -rf "$1"', "sh", root, vmid=vmid)
 
     def sshd_children(self) -> list[int]:
         """The processes of sshd that serve one connection each, by the pids of this machine."""

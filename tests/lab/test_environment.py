@@ -20,6 +20,7 @@ from tests.lab.conftest import until
 from tests.tiny_wheels import make_spec, make_wheel
 
 ENVS = "/var/lib/orch/envs"
+WIPE = f"chattr -R -i {ENVS}/*; rm -rf {ENVS}/* {ENVS}/.state"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def store(tmp_path):
 
 def left(lab, vmid="200"):
     """What lies in the folder of environments."""
-    text = lab.run("sh", "-c", f"ls -A {ENVS} 2>/dev/null | grep -v '^[.]locks$' || true", vmid=vmid).stdout
+    text = lab.run("sh", "-c", f"ls -A {ENVS} 2>/dev/null | grep -v '^[.]' || true", vmid=vmid).stdout
     return text.split()
 
 
@@ -200,7 +201,7 @@ def test_a_damaged_wheel_is_named_and_the_next_try_works(bare, links, store, tmp
     with open_session(bare.place()) as session:
         built = ensure(session, spec, store=store)
         there = bare.run("sh", "-c", f"ls /var/lib/orch/wheels/*/*/{wheel.name}", vmid="200").stdout.strip()
-        bare.run("sh", "-c", f"rm -rf {ENVS}/*; printf x | dd of={there} bs=1 seek=200 conv=notrunc", vmid="200")
+        bare.run("sh", "-c", f"{WIPE}; printf x | dd of={there} bs=1 seek=200 conv=notrunc", vmid="200")
         with pytest.raises(OrchError, match=f"{wheel.name} does not have the sha256 .*nothing was kept"):
             ensure(session, spec, store=store)
         assert left(bare) == []

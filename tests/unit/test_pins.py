@@ -20,7 +20,7 @@ from orchestrator.environment.target import (
     target_of,
     uv_platform,
 )
-from orchestrator.environment.torch_cpu import cpu_pins, is_cpu_build, is_cuda_only, wants_cpu
+from orchestrator.environment.torch_cpu import build_of, cpu_pins, is_cuda_only, wants_cpu
 from orchestrator.errors import ConfigError, OrchError
 
 LOCK = (bundled_dir() / "recipes/envs/demo/requirements.lock").read_text()
@@ -44,7 +44,7 @@ class Facts:
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_linux_gets_the_cpu_build_and_no_cuda(python, machine):
     found = {pin.name: pin for pin in pins(LOCK, linux(python, machine))}
-    assert found["torch"].version == "2.13.0+cpu" and is_cpu_build(found["torch"])
+    assert found["torch"].version == "2.13.0+cpu" and build_of(found["torch"]) == "cpu"
     assert {"transformers", "tokenizers", "safetensors", "numpy", "pyyaml", "hf-xet"} <= set(found)
     assert not [name for name in found if is_cuda_only(name)]
     assert all(pin.hashes for pin in found.values())
