@@ -28,7 +28,7 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     run = find(call.root, args.get("run"))
     standing = Standing(run)
     if standing.state is None:
-        _mend(run, str(standing.why), _ask(run, args), call)
+        _mend(run, str(standing.why), _ask(run, args, call), call)
         return _answer(run, already=False, left=[])
     if standing.state.get("exit"):
         _settle(run, standing)
@@ -36,7 +36,7 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
         left = _end_processes(run, standing.state, 0.0, call)
         tmux.kill(run.run)
         return _answer(run, already=True, left=left)
-    asked = _ask(run, args)
+    asked = _ask(run, args, call)
     grace = asked["grace"]
     fd = call.keep.pop("lock:" + run.run, None)  # claimed over this very channel
     if fd is None:
@@ -106,8 +106,9 @@ def mark_stopped(run: RunDir, state: State, asked: Dict[str, Any], reason: str =
         run.event("ended", phase="stopped", **{k: v for k, v in state["exit"].items() if k != "at"})
 
 
-def _ask(run: RunDir, args: Dict[str, Any]) -> Dict[str, Any]:
-    """Write the request: the runner, a launcher, or a later `start` finds it."""
+def _ask(run: RunDir, args: Dict[str, Any], call: Any) -> Dict[str, Any]:
+    """Write the request: the runner, a launcher, or a later `start` finds it. Where the disk does not take it, the
+    runner is still asked by a signal."""
     grace = args.get("grace")
     if not isinstance(grace, (int, float)) or isinstance(grace, bool) or grace < 0:
         launch, _ = read_json(run.file("launch.json"))
@@ -120,7 +121,12 @@ def _ask(run: RunDir, args: Dict[str, Any]) -> Dict[str, Any]:
     spare = [os.getpid(), *processes.ancestors(os.getpid(), until=ends)] if _within(run) else []
     asked = {"by": args.get("by"), "at": time.time(), "grace": 0.0 if kill else float(grace), "kill": kill}
     asked["spare"] = spare
-    write_json(run.file("stop.json"), asked)
+    try:
+        write_json(run.file("stop.json"), asked)
+    except OSError as e:
+        if not state.get("runner"):
+            raise
+        call.event({"stopping": "the request cannot be written (%s): the runner is only told to end" % e.strerror})
     with contextlib.suppress(OSError):
         run.event("stop_requested", by=asked["by"], grace=asked["grace"], kill=kill)
     return asked
@@ -156,6 +162,7 @@ def _over_the_runner(run: RunDir, state: State, asked: Dict[str, Any], call: Any
     """The runner did not manage: end it, then do its work."""
     runner = state["runner"]
     if processes.is_alive(runner):
+        _only_the_record_is_missing(run, state, asked)
         call.event({"stopping": "the runner of %s does not answer and is ended" % run.run})
         processes.send(runner, signal.SIGKILL)
         _wait_gone(runner, 3.0)
@@ -166,6 +173,20 @@ def _over_the_runner(run: RunDir, state: State, asked: Dict[str, Any], call: Any
         return _without_runner(run, dict(asked, grace=min(asked["grace"], 2.0)), call)
     finally:
         os.close(fd)
+
+
+def _only_the_record_is_missing(run: RunDir, state: State, asked: Dict[str, Any]) -> None:
+    """A runner that has ended everything and waits for the disk to take the record is left to it: OpError says so."""
+    trainer = state.get("trainer")
+    if trainer and processes.is_alive(dict(trainer, boot_id=state["runner"].get("boot_id"))) is not False:
+        return
+    if processes.of_run(run.run, run.real, roots=[state["runner"]["pid"]], spare=[*asked["spare"]]):
+        return
+    try:
+        write_json(run.file("stop.json"), asked)
+    except OSError as e:
+        message = "every process of %s has ended; its record is written once the disk takes it (%s)"
+        raise OpError("failed", message % (run.run, e.strerror)) from None
 
 
 def _without_runner(run: RunDir, asked: Dict[str, Any], call: Any) -> Dict[str, Any]:

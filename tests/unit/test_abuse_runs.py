@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,28 @@ def test_a_lost_run_that_still_lives_is_not_started_beside_but_ended(client: Cli
     client.call("stop", run=run, by="tester", grace=1)
     assert gone(daemon) and gone(state["trainer"]["pid"])
     assert client.claim()["how"] == "new"
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_a_run_can_be_stopped_while_the_disk_is_full(tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        client = Client(disk)
+        run = client.launch("import time\nprint('up', flush=True)\ntime.sleep(300)")
+        state = eventually(lambda: (s := client.look(run)["state"]).get("trainer") and s)
+        with (disk / "fill").open("wb", buffering=0) as fill, contextlib.suppress(OSError):
+            while fill.write(bytes(4096)):
+                pass
+        with pytest.raises(frames.OpError, match=r"every process of .* has ended; its record is written once"):
+            client.call("stop", run=run, by="tester", grace=0)
+        assert gone(state["trainer"]["pid"]) and not gone(state["runner"]["pid"])
+        (disk / "fill").unlink()
+        assert client.until(run, "failed", "stopped")["state"]["exit"]["signal"] == signal.SIGTERM
+        eventually(lambda: gone(state["runner"]["pid"]))
+    finally:
+        clean_up(disk)
+        subprocess.run(["umount", "--lazy", str(disk)], check=False)
