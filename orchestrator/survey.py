@@ -16,6 +16,8 @@ from orchestrator.plain import plain
 from orchestrator.remote import nvidia_smi
 from orchestrator.run import Gpu, RunStatus, from_probe
 
+_MOST_LISTED = 10_000
+
 
 @dataclass(frozen=True)
 class PlaceReport:
@@ -28,6 +30,7 @@ class PlaceReport:
     gpus: tuple[Gpu, ...]
     gpu_error: str | None
     error: OrchError | None
+    more: int = 0  # older runs that are there too and were left out
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -38,6 +41,7 @@ class PlaceReport:
             "gpus": [gpu.__dict__ for gpu in self.gpus],
             "gpu_error": self.gpu_error,
             "runs": [run.to_json() for run in self.runs],
+            "more": self.more,
         }
 
 
@@ -107,10 +111,11 @@ def _report(place: Place, runs: str | Sequence[str], tail_lines: int, screen: bo
         return PlaceReport(place.name, None, (), (), None, error)
     found = from_probe(reply.data, reply.payload, place.name)
     history.remember([_entry(run) for run in found if run.state])
-    if runs == "all" and not reply.data.get("more"):
+    more = int(reply.data.get("more") or 0)
+    if runs == "all" and not more:
         history.forget_all_but(place.name, {run.run for run in found})
     gpus, gpu_error = _gpus(reply.data.get("gpus"))
-    return PlaceReport(place.name, float(reply.data["time"]), tuple(found), gpus, gpu_error, None)
+    return PlaceReport(place.name, float(reply.data["time"]), tuple(found), gpus, gpu_error, None, more)
 
 
 def _gpus(outcome: Mapping[str, Any] | None) -> tuple[tuple[Gpu, ...], str | None]:
@@ -147,9 +152,10 @@ def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None
     unreached: list[str] = []
     if not found:
         asked = [resolve_place(hosts, place)] if place else all_places(hosts)
-        reports = survey(asked, runs="all", tail_lines=0, screen=False)
-        unreached = [report.place for report in reports if report.error]
-        entries = [_entry(run) for report in reports for run in report.runs]
+        with ThreadPoolExecutor(max_workers=min(16, len(asked) or 1)) as pool:
+            lists = list(pool.map(_listed, asked))
+        unreached = [one.name for one, listed in zip(asked, lists, strict=True) if listed is None]
+        entries = [entry for listed in lists for entry in listed or ()]
         found = history.matching(reference, entries)
     if len({entry.run for entry in found}) > 1:
         names = ", ".join(entry.run for entry in found[:5])
@@ -157,6 +163,18 @@ def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None
     if not found:
         raise NotFound(_unknown(reference, entries, unreached), hint="orch status")
     return resolve_place(hosts, found[0].place), found[0].run
+
+
+def _listed(place: Place) -> list[history.Entry] | None:
+    """Every run at a place, also those that a survey leaves out; None where it does not answer."""
+    try:
+        with open_session(place) as session:
+            reply = session.call("list_runs", {"limit": _MOST_LISTED})
+    except OrchError:
+        return None
+    found = [_entry(run) for run in from_probe({"time": 0.0, **reply.data}, b"", place.name) if run.state]
+    history.remember(found)
+    return found
 
 
 def is_place(hosts: Mapping[str, Host], place: str) -> bool:

@@ -79,7 +79,7 @@ def status(
     run: RunArgument = None,
     place: PlaceOption = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking, until Ctrl-C.")] = False,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="Every run, also those that ended long ago.")] = False,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Runs that ended too, the newest 200 a place.")] = False,
     tail: Annotated[int, typer.Option("--tail", min=0, help="Lines of log to show.")] = 5,
     json: JsonOption = False,
     explain: ExplainOption = False,

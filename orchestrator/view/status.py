@@ -39,6 +39,8 @@ def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool) ->
     elif any(report.error is None for report in reports):
         parts.append(Text("no runs yet: orch launch demo", style="dim"))
     for report in reports:
+        if report.more:
+            parts.append(Text(f"and {report.more} older runs at {report.place}", style="dim"))
         if report.error is not None:
             parts.append(
                 Text.assemble(

@@ -190,3 +190,14 @@ def test_a_run_can_be_stopped_while_the_disk_is_full(tmp_path: Path):
     finally:
         clean_up(disk)
         subprocess.run(["umount", "--lazy", str(disk)], check=False)
+
+
+def test_among_hundreds_of_runs_the_oldest_is_still_found(tmp_path):
+    for number in range(205):
+        write(
+            tmp_path, {**BAD, "run": f"many-{number:03}", "recipe": "many", "created": 1.0 + number, "phase": "stopped"}
+        )
+    assert orch(tmp_path, "logs", "many-000").stdout == b"said\n"
+    assert b"and 5 older runs at local" in orch(tmp_path, "status", "--all").stdout
+    place = json.loads(orch(tmp_path, "status", "--all", "--json").stdout)["places"][0]
+    assert (len(place["runs"]), place["more"]) == (200, 5)
