@@ -172,9 +172,9 @@ def _listed(place: Place) -> list[history.Entry] | None:
             reply = session.call("list_runs", {"limit": _MOST_LISTED})
     except OrchError:
         return None
-    found = [_entry(run) for run in from_probe({"time": 0.0, **reply.data}, b"", place.name) if run.state]
-    history.remember(found)
-    return found
+    found = from_probe({"time": 0.0, **reply.data}, b"", place.name)
+    history.remember([_entry(run) for run in found if run.state])
+    return [_entry(run) for run in found]
 
 
 def is_place(hosts: Mapping[str, Host], place: str) -> bool:
