@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
 
 def main() -> None:
     """Entry point of the script `orch`. Exit codes: see docs/operations.md."""
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is put away
+        _main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _main() -> None:
+    # Inside, since reading these takes long enough to be interrupted.
     from orchestrator.cli.app import app
     from orchestrator.cli.output import report_error, report_fault, sound_streams
     from orchestrator.errors import OrchError
@@ -19,8 +29,6 @@ def main() -> None:
     except OrchError as error:
         report_error(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:
         # The reader of our output is gone; say nothing, also not when Python flushes at its end.
         _drop_output()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,29 @@ def test_a_word_in_braces_without_quotes_is_told_to_need_them(text, sentence, tm
 def test_a_key_without_end_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="takes KEY=VALUE"):
         recipe(tmp_path, "", "settings." + "a." * 3000 + "b=1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_what_exec_started_here(number, tmp_path):
+    (tmp_path / "hosts.yaml").write_text(json.dumps({"hosts": {"local": {"root": str(tmp_path / "root")}}}))
+    words = ["exec", "local", "--", "sh", "-c", "echo $$; exec sleep 300"]
+    program = [sys.executable, "-c", "from orchestrator.cli import main; main()", *words]
+    with subprocess.Popen(program, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        command = int(running.stdout.readline())
+        running.send_signal(number)
+        assert running.wait(30) == 130
+        assert running.stderr.read() == b""
+    end = time.monotonic() + 10
+    while Path(f"/proc/{command}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{command}").exists()
+
+
+def test_an_interrupt_at_the_very_start_is_silent(tmp_path):
+    program = "import builtins, signal\nfrom orchestrator.cli import main\nold = builtins.__import__\n"
+    program += (
+        "def new(name, *a):\n    if name == 'typer': signal.raise_signal(signal.SIGINT)\n    return old(name, *a)\n"
+    )
+    program += "builtins.__import__ = new\nmain()\n"
+    done = subprocess.run([sys.executable, "-c", program, "status"], cwd=tmp_path, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
