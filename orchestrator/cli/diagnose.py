@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from orchestrator.cli.context import project_and_hosts
 from orchestrator.cli.output import console, print_json
+from orchestrator.config import Place
 from orchestrator.diagnosis import collect, user_rules
 from orchestrator.diagnosis.facts import Facts
 from orchestrator.diagnosis.model import Verdict
 from orchestrator.diagnosis.rules import diagnose
-from orchestrator.errors import UsageError
+from orchestrator.errors import OrchError, Unreachable, UsageError
 from orchestrator.explain import explanation
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from orchestrator.place.session import Session
 
 
 def diagnose_command(
@@ -64,6 +72,37 @@ def _show(verdict: Verdict, facts: Facts, json: bool, stacks: bool = False) -> N
         for line in facts.stacks.splitlines():
             out.print(f"  │ {printable(line)}", soft_wrap=True)
     print_diagnosis(out, verdict, command)
+
+
+def show_bad_end(
+    out: Console, place: Place, run: str, phase: str, session: Session | None, *, brief: bool = False
+) -> None:
+    """After a run that was followed: what went wrong, if anything did. A diagnosis that fails is one sentence, and
+    changes nothing of what the command says otherwise."""
+    if phase not in collect.BAD_ENDS:
+        return
+    try:
+        try:
+            facts, verdict = collect.diagnose_at(place, run, session=session)
+        except Unreachable:
+            if session is None:
+                raise
+            facts, verdict = collect.diagnose_at(place, run)
+    except OrchError as error:
+        out.print(f"not diagnosed: {error.message}", soft_wrap=True)
+        return
+    show_verdict(out, facts, verdict, brief=brief)
+
+
+def show_verdict(out: Console, facts: Facts, verdict: Verdict, *, brief: bool = False) -> None:
+    """One diagnosis below what a command says of its run."""
+    from orchestrator.view.diagnosis import print_brief, print_diagnosis
+
+    command = collect.fill(verdict.command, facts)
+    if brief:
+        print_brief(out, verdict, facts.run)
+    else:
+        print_diagnosis(out, verdict, command, traceback=verdict.cause in ("unknown", "uncaught-exception"))
 
 
 def _list(json: bool) -> None:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from orchestrator.diagnosis.catalogue.words import PREFIX
 from orchestrator.diagnosis.facts import Facts
 from orchestrator.diagnosis.model import HEALTHY, UNKNOWN, Cause, Verdict
 from orchestrator.diagnosis.rules import diagnose, patterns
-from orchestrator.errors import Unreachable, UsageError
+from orchestrator.errors import OrchError, Unreachable, UsageError
 from orchestrator.place.session import Session, open_session
 from orchestrator.remote.evidence_log import scan
+from orchestrator.run import RunStatus
 
 
 def request(causes: Sequence[Cause] = CAUSES) -> dict[str, Any]:
@@ -83,6 +84,28 @@ def diagnose_at(
         if verdict.cause not in (HEALTHY, UNKNOWN):
             return facts, verdict
         raise
+
+
+BAD_ENDS = frozenset({"failed", "lost"})
+_MOST = 3  # runs of one place that are diagnosed unasked
+
+
+def bad_ends(
+    statuses: Iterable[RunStatus], sessions: Mapping[str, Session]
+) -> Iterator[tuple[RunStatus, Facts | None, Verdict | None, str]]:
+    """(run, facts, verdict, why there is none) of the runs that ended badly, over sessions that are open already."""
+    diagnosed: dict[str, int] = {}
+    for status in statuses:
+        session = sessions.get(status.place)
+        if status.phase not in BAD_ENDS or session is None or diagnosed.get(status.place, 0) >= _MOST:
+            continue
+        diagnosed[status.place] = diagnosed.get(status.place, 0) + 1
+        try:
+            facts, verdict = _diagnose(session, status.run, stacks=False)
+        except OrchError as error:
+            yield status, None, None, error.message
+        else:
+            yield status, facts, verdict, ""
 
 
 def _diagnose(session: Session, run: str, stacks: bool) -> tuple[Facts, Verdict]:

@@ -97,6 +97,9 @@ def _from_log(facts: Facts, found: Sequence[Trouble], bad: bool) -> Claim | None
 def _pick(known: Sequence[Trouble], generic: Sequence[Trouble], rank: int | None) -> Trouble:
     """The first of those that are known, unless another rank raised something unknown before it."""
     chosen = earliest(_of_rank(known, rank))
+    broken = [one for one in known if one.cause and one.cause.family in ("hardware", "driver")]
+    if broken and chosen.cause and chosen.cause.family == "cuda":
+        return earliest(broken)  # what the program sees of it comes first
     same_place = [one for one in known if one.rank == chosen.rank and 0 <= one.offset - chosen.offset < 4096]
     better = [
         one

@@ -17,9 +17,14 @@ from orchestrator.diagnosis.facts import Facts, Match, Raised, Traceback
 from orchestrator.diagnosis.model import Cause, Pattern
 
 GAP = 32 << 10  # bytes of other output that set two troubles apart
-_ORDINARY = 15  # lines after the last trouble that show that the program went on
+_ORDINARY = 80  # lines after the last trouble that show that the program went on
 _PREFIX = re.compile(PREFIX)
 _RANK = re.compile(r"\[(?:rank|default)?(\d+)\]")
+_OPEN_QUOTE = re.compile(r"(?<!\w)['\"“`]")
+_TIMED = re.compile(r"\W?\d{4}-\d\d-\d\d[ T]|\[\d\d:\d\d:\d\d\]|INFO\b")
+_DATA = re.compile(
+    r"(?:sample|example|text|prompt|document|row|input|output|target|question|answer)\w*\s*[\d#]*\s*[:=]", re.I
+)
 _TIME = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
 _GLOG = re.compile(r"[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
 
@@ -66,6 +71,14 @@ def troubles(facts: Facts, rules: Sequence[tuple[Cause, Pattern]]) -> tuple[list
 
 
 def _holds(pattern: Pattern, match: Match, trace: Traceback | None, facts: Facts) -> Witnesses | None:
+    if (
+        trace is not None
+        and match.body[:1] in (" ", "\t")
+        and not any(raised.offset <= match.offset <= raised.offset + len(raised.text) for raised in trace.raised)
+    ):
+        return None  # a line of source that a frame shows
+    if not pattern.regex.startswith("^") and _quoted(pattern, match.body):
+        return None
     around = "\n".join((match.text, *match.after))
     if pattern.frames and not (trace is not None and re.search(pattern.frames, trace.text)):
         return None
@@ -74,6 +87,13 @@ def _holds(pattern: Pattern, match: Match, trace: Traceback | None, facts: Facts
     if pattern.without and re.search(pattern.without, around if trace is None else f"{around}\n{trace.text}"):
         return None
     return MATCH[pattern.when](match, trace, facts) if pattern.when else ()
+
+
+def _quoted(pattern: Pattern, body: str) -> bool:
+    """Whether the words stand in quotes, as in data that a program prints."""
+    at = min((body.find(literal) for literal in pattern.literals if literal in body), default=0)
+    before = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"|`[^`]*`", "", body[:at])
+    return bool(_OPEN_QUOTE.search(before) or _DATA.match(body))
 
 
 def _around(match: Match, traces: Sequence[Traceback]) -> Traceback | None:
@@ -195,7 +215,8 @@ def ended_badly(facts: Facts, found: Sequence[Trouble]) -> bool:
     ordinary = [line for line in rest if not PARTING.search(line)]
     if any(FINISHED.search(_PREFIX.sub("", line, count=1)) for line in ordinary):
         return False
-    return sum(1 for line in ordinary if PROGRESS.search(line)) < 2 and len(ordinary) < _ORDINARY
+    told = sum(1 for line in ordinary if PROGRESS.search(line) or _TIMED.match(line))
+    return told < 2 and len(ordinary) < _ORDINARY
 
 
 def _rest(facts: Facts, end: int) -> list[str] | None:

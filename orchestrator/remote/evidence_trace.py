@@ -128,13 +128,22 @@ def _read(found: Traceback, lines: List[Line]) -> None:
         found.end = lines[min(index, len(lines)) - 1][0]
 
 
+# how the further lines of torch's own messages begin
+_FURTHER = re.compile(
+    r"\s|CUDA kernel errors|For debugging|Compile with|Search for|GPU device may|Set TORCH|Set the environment|"
+    r"Exception raised from|frame #|Device-side|ptxas|`ptxas`|Repro command|nccl|Last error|Duplicate GPU|"
+    r"You can suppress|Command:|Output:|g\+\+ |"
+    r"def |\^|\[rank|from user code|Importing|Hint|Triton|input |at \d+:"
+)
+
+
 def _goes_on(text: str, prefix: str) -> bool:
     """Whether a line still belongs to the message of the exception before it."""
     if _HEAD in text or text.startswith((_DIRECT, _DURING)) or _OTHER.match(text):
         return False
     if prefix:
         return not text.startswith("[")
-    return bool(text.strip())
+    return bool(text.strip()) and _FURTHER.match(text) is not None
 
 
 def is_exception(text: str) -> bool:

@@ -43,6 +43,13 @@ def print_diagnosis(console: Console, verdict: Verdict, command: str, *, traceba
         console.print(line, soft_wrap=True)
 
 
+def print_brief(console: Console, verdict: Verdict, run: str) -> None:
+    """The cause, what shows it first, and where more is."""
+    lines = diagnosis_lines(verdict, "", traceback=False)
+    for line in [*lines[:2], Text(f"  orch diagnose {run}", style="bold")]:
+        console.print(line, soft_wrap=True)
+
+
 def print_catalogue(console: Console, causes: Sequence[Cause]) -> None:
     """Every entry, by theme."""
     width = max(len(cause.id) for cause in causes)

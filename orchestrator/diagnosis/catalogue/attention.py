@@ -31,20 +31,6 @@ CAUSES = (
         precedence=90,
     ),
     Cause(
-        "dense-attention-refused",
-        "the dense guard refused attention that was not compiled",
-        "attention",
-        (
-            line("dense attention", r"^(?:[\w.]+\.)?Dense\w*(?:Error|Attention\w*): "),
-            raised("DenseAttentionError|DenseAttention|DenseFallback", literals=("DenseAttention", "DenseFallback")),
-        ),
-        (
-            "The trainer's guard stopped a dense call before it took its memory; the message says how much that was.",
-            "Have attention compiled, or allow dense by name (attention: dense) where that is meant.",
-        ),
-        precedence=90,
-    ),
-    Cause(
         "dense-attention-running",
         "attention runs dense: it is slow, and takes memory with the square of the length",
         "attention",

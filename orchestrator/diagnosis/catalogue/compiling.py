@@ -45,7 +45,7 @@ CAUSES = (
         (
             line(
                 "in compile_fx_backward",
-                r"line \d+,? in compile_fx_backward",
+                r"^\s*File \"[^\"]+\", line \d+,? in compile_fx_backward",
                 when="deadlock_stacks",
             ),
         ),
@@ -90,19 +90,21 @@ CAUSES = (
         precedence=75,
     ),
     Cause(
-        "triton-compile-failed",
-        "a Triton kernel did not compile",
+        "kernel-compile-failed",
+        "a kernel did not compile",
         "compiling",
         (
             raised("CompilationError", literals=("triton.compiler.errors.CompilationError", "CompilationError: at ")),
             raised("PTXASError", literals=("PTXASError",)),
+            raised("CppCompileError", literals=("CppCompileError",)),
             line("ptxas fatal", r"^ptxas fatal"),
             line("Internal Triton PTX codegen error", r"Internal Triton PTX codegen error"),
         ),
         (
             "The message names the kernel and the line. A kernel of the program's own: correct it.",
             "A generated kernel, or ptxas that knows no such architecture: torch and triton do not fit the card; "
-            "check that the environment's triton is the one that its torch asks for.",
+            "check that the environment's triton is the one that its torch asks for. After a compilation that was "
+            "killed, also move the compile cache aside once.",
         ),
         precedence=65,
     ),
@@ -172,7 +174,9 @@ CAUSES = (
         "a process of torch's parallel compilation died",
         "compiling",
         (
-            raised("BrokenProcessPool", literals=("BrokenProcessPool",), role="echo"),
+            raised(
+                "BrokenProcessPool", literals=("BrokenProcessPool",), role="echo", frames=r"_inductor|compile_worker"
+            ),
             line(
                 "A compilation subprocess exited unexpectedly",
                 r"A compilation subprocess exited unexpectedly",

@@ -60,7 +60,7 @@ CAUSES = (
             "On two or more cards without NVLink: test with NCCL_P2P_DISABLE=1.",
         ),
         "orch diagnose {run} --stacks",
-        precedence=40,
+        precedence=47,
     ),
     Cause(
         "nccl-error",

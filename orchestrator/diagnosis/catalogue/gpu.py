@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.diagnosis.catalogue.words import line, raised
+from orchestrator.diagnosis.catalogue.words import KERNEL, line, raised
 from orchestrator.diagnosis.model import Cause
 
 _ANY = r"[A-Za-z_]\w*(?:Error|Exception)"
@@ -91,9 +91,9 @@ CAUSES = (
         "a GPU fell off the bus",
         "gpu",
         (
-            line("GPU has fallen off the bus", r"Xid .*: 79,|GPU has fallen off the bus"),
-            line("GPU is lost", r"GPU is lost"),
-            line("Unable to determine the device handle for GPU", r"Unable to determine the device handle for GPU"),
+            line("GPU has fallen off the bus", KERNEL + r"(?:NVRM|nvidia).*GPU has fallen off the bus"),
+            line("GPU is lost", r"^(?:Unable to determine.*|GPU \S+: )?GPU is lost"),
+            line("Unable to determine the device handle for GPU", r"^Unable to determine the device handle for GPU"),
         ),
         (
             "Hardware, power, heat or PCIe: no program inside the container repairs it. The host has to be rebooted, "
@@ -112,7 +112,7 @@ CAUSES = (
         "gpu",
         (
             raised(_ANY, "uncorrectable ECC error encountered", "CUDA_ERROR_ECC_UNCORRECTABLE"),
-            line("Xid", r"NVRM: Xid \(PCI:[^)]*\): (?:48|63|64|94|95),"),
+            line("NVRM: Xid", KERNEL + r"NVRM: Xid \(PCI:[^)]*\): (?:48|63|64|94|95),"),
         ),
         (
             "A reset of the card (on the host, with nobody on it) retires the page or remaps the row. If it comes "
@@ -127,7 +127,12 @@ CAUSES = (
         "gpu-driver-fault",
         "the driver reported a fault of the card (Xid)",
         "gpu",
-        (line("Xid", r"NVRM: Xid \(PCI:[^)]*\): (?:32|38|45|56|57|61|62|69|74|109|110|119|120|140|143|149|154),"),),
+        (
+            line(
+                "NVRM: Xid",
+                KERNEL + r"NVRM: Xid \(PCI:[^)]*\): (?:32|38|45|56|57|61|62|69|74|109|110|119|120|140|143|149|154),",
+            ),
+        ),
         (
             "The number is the class: 74 NVLink, 109 a context switch that hung, 119 and 120 the card's own "
             "processor (GSP), 154 says which recovery is needed. 45 alone only follows a killed program.",
@@ -143,7 +148,10 @@ CAUSES = (
         "the driver's library in the container is not of the host's driver version",
         "gpu",
         (
-            line("Driver/library version mismatch", r"Driver/library version mismatch"),
+            line(
+                "Driver/library version mismatch",
+                r"^(?:Failed to initialize NVML|nvidia-\S+|NVML|\S*NVMLError\S*): ?.*Driver/library version mismatch",
+            ),
             raised(
                 _ANY,
                 "system has unsupported display driver / cuda driver combination",
@@ -164,7 +172,10 @@ CAUSES = (
         "the driver is too old for this CUDA",
         "gpu",
         (
-            line("The NVIDIA driver on your system is too old", r"The NVIDIA driver on your system is too old"),
+            line(
+                "The NVIDIA driver on your system is too old",
+                r"^(?:\S+: )?(?:CUDA initialization: )?The NVIDIA driver on your system is too old",
+            ),
             raised(_ANY, "CUDA driver version is insufficient for CUDA runtime version", "cudaErrorInsufficientDriver"),
             raised(_ANY, "the provided PTX was compiled with an unsupported toolchain"),
         ),
@@ -223,6 +234,7 @@ CAUSES = (
         "this torch was built without CUDA",
         "gpu",
         (
+            raised("AttributeError", "module 'torch._C' has no attribute '_cuda_"),
             raised(
                 "AssertionError|RuntimeError",
                 "Torch not compiled with CUDA enabled",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.diagnosis.catalogue.attention import OOM, OOM_TEXT
-from orchestrator.diagnosis.catalogue.words import line, raised
+from orchestrator.diagnosis.catalogue.words import KERNEL, line, raised
 from orchestrator.diagnosis.model import Cause
 
 CAUSES = (
@@ -72,9 +72,11 @@ CAUSES = (
         "the container's memory limit was reached, and the kernel killed a process",
         "memory",
         (
-            line("Memory cgroup out of memory", r"Memory cgroup out of memory"),
-            line("Detected an out of memory cgroup event", r"[Oo]ut.of.memory (?:cgroup|handler|event)|oom.kill event"),
-            line("oom-kill event", r"oom.kill event"),
+            line("Memory cgroup out of memory", KERNEL + r"Memory cgroup out of memory"),
+            line(
+                ("Detected an out of memory cgroup event", "oom_kill event", "oom-kill event"),
+                r"^(?:slurmstepd: )?(?:error: )?Detected (?:an out of memory cgroup event|\d+ oom.kill event)",
+            ),
         ),
         (
             "Host memory, not the card's. Give the container more (its limit is in its configuration), or need less: "
@@ -88,7 +90,7 @@ CAUSES = (
         "host-memory",
         "the machine ran out of memory, and the kernel killed a process",
         "memory",
-        (line("Out of memory: Kill", r"Out of memory: Kill(?:ed)? process \d+"),),
+        (line("Out of memory: Kill", KERNEL + r"Out of memory: Kill(?:ed)? process \d+"),),
         (
             "Something on the machine, this run or another, took all its memory. See who (free, ps on the host), "
             "and give this container a limit that the host can keep.",
@@ -141,6 +143,6 @@ CAUSES = (
             "(torch.multiprocessing.set_sharing_strategy('file_system')).",
         ),
         "orch exec {place} -- df -h /dev/shm",
-        precedence=72,
+        precedence=86,
     ),
 )

@@ -24,7 +24,7 @@ CAUSES = (
         "its terminal was closed (SIGHUP)",
         "place",
         (
-            line("Hangup", r"^(?:.*: line \d+: +\d+ )?Hangup$"),
+            line("Hangup", r"^(?:.*: line \d+: +\d+ )?Hangup(?:$| {4})"),
             line(
                 ("SIGHUP", "Signals.SIGHUP"),
                 r"(?:received|got|Received) (?:signal )?(?:Signals\.)?SIGHUP|SignalException: .* got signal: 1$",
@@ -42,7 +42,7 @@ CAUSES = (
         "terminated",
         "it was told to end (SIGTERM), and nobody asked orch for that",
         "place",
-        (line("Terminated", r"^(?:.*: line \d+: +\d+ )?Terminated$", role="echo"),),
+        (line("Terminated", r"^(?:.*: line \d+: +\d+ )?Terminated(?:$| {4})", role="echo"),),
         ("A machine or container that shuts down does that, or a scheduler, or somebody with kill.",),
         structured=("sigterm",),
         retry=True,

@@ -51,6 +51,7 @@ CAUSES = (
                 "numpy.core.multiarray failed to import",
             ),
             raised("ValueError", "numpy.dtype size changed"),
+            raised("AttributeError", "'_OpNamespace' '", "object has no attribute 'nms'"),
             raised("ImportError", "is required for a normal functioning of this module"),
             line("environment", r"environment \S+ (?:is|was) (?:polluted|changed)|differs from its manifest"),
         ),
@@ -100,7 +101,10 @@ CAUSES = (
         (
             line(": not found", r"^(?:/\S+|\w+): (?:line )?\d+: (?:exec: )?\S+: not found$"),
             line("command not found", r": command not found$"),
-            line("cannot execute", r": cannot execute(?:: required file not found| binary file)|Exec format error"),
+            line(
+                ("cannot execute", "Exec format error"),
+                r": cannot execute(?:: required file not found| binary file)|Exec format error",
+            ),
         ),
         ("The program or its directory is not there, or is not for this machine. See the recipe's command.",),
         structured=("not_started", "exit_127"),
@@ -125,6 +129,7 @@ CAUSES = (
                 ("double free or corruption", "free(): invalid pointer", "malloc(): "),
                 r"^(?:double free or corruption|free\(\): invalid|malloc\(\): )",
             ),
+            line("Aborted", r"^(?:.*: line \d+: +\d+ )?Aborted(?: \(core dumped\)|$| {4})"),
             line("core dumped", r"(?:Aborted|Illegal instruction|Bus error|Segmentation fault).*core dumped"),
         ),
         (

@@ -7,14 +7,16 @@ from orchestrator.diagnosis.model import Cause
 
 _ANY = r"[A-Za-z_]\w*(?:Error|Exception)"
 
+_SHM = r"shared memory|/dev/shm|</torch_"
+
 CAUSES = (
     Cause(
         "disk-full",
         "the disk is full",
         "storage",
         (
-            raised(_ANY, "No space left on device", "os error 28", "ENOSPC"),
-            line("No space left on device", r"(?:^|: )No space left on device"),
+            raised(_ANY, "No space left on device", "os error 28", "ENOSPC", without=_SHM),
+            line("No space left on device", r"^(?:\S+: )*.*: No space left on device", without=_SHM),
             raised("RuntimeError", "PytorchStreamWriter failed writing file"),
             line(
                 "enforce fail at inline_container.cc",
@@ -84,6 +86,7 @@ CAUSES = (
                 "failed finding central directory",
                 "invalid header or archive is corrupted",
             ),
+            raised("OSError", "Invalid argument", frames=r"torch/serialization\.py"),
             raised("SafetensorError", literals=("SafetensorError",)),
             raised(
                 "UnpicklingError|EOFError",

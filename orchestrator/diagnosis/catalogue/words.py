@@ -21,6 +21,10 @@ PREFIX = (
 )
 
 
+# What stands before a line of the kernel's log, by dmesg or by syslog.
+KERNEL = r"^(?:\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: ?)?(?:\[ *\d+\.\d+\] ?)?"
+
+
 def exception(name: str, text: str = "") -> str:
     """A regular expression for the last line of a traceback: `module.name: …text…`, perhaps wrapped in others."""
     return rf"^(?:[A-Za-z_][\w.]*: ){{0,3}}(?:[A-Za-z_][\w.]*\.)?(?:{name})(?:: |$)" + (f".*?{text}" if text else "")
@@ -58,7 +62,7 @@ def line(literal: str | tuple[str, ...], regex: str, role: Role = "cause", **mor
 RECOVERED = re.compile(
     r"\b(?:retry(?:ing)?|retried|will (?:try|be tried) again|trying again|falling back|fall(?:s)? back|fallback|"
     r"skipp(?:ed|ing)|ignor(?:ed|ing)|continuing|recovered|reconnect(?:ed|ing)|halving|reducing (?:the )?batch|"
-    r"caught|handled|as expected|expected failure|attempt \d+(?: of |/)\d+)\b",
+    r"(?:was|were|been) (?:caught|handled)|as expected|expected failure|attempt \d+(?: of |/)\d+)\b",
     re.IGNORECASE,
 )
 # A line of these words shows that training goes on.
@@ -76,7 +80,8 @@ FINISHED = re.compile(
 PARTING = re.compile(
     r"^\s*$|^wandb:|resource_tracker|^\s+warnings?\.warn|^\s+_warn|Warning: |^sys:1:|^[=\-*_~#]{4,}|^srun:|"
     r"destroy_process_group|^\+ |leaked semaphore|^Exception ignored|^swanlab|^slurmstepd|^CUDA kernel errors|"
-    r"^For debugging consider|^Compile with|^Search for `|^Set TORCHDYNAMO|^You can suppress|^\s+\S+:\s+\S|^Failures:|"
-    r"^\s*File \"|^(?:Current t|T)hread 0x|^Timeout \(|^\s*\[\d+\]:|^Root Cause|NOT_|^<NO_OTHER|FAILED$|^\^+$|^To execute this test",
+    r"^For debugging consider|^Compile with|^Search for `|^Set TORCHDYNAMO|^You can suppress|^Failures:|"
+    r"^\s+(?:time|host|rank|exitcode|error_file|traceback)\s*:|^To execute this test|"
+    r"^\s*File \"|^(?:Current t|T)hread 0x|^Timeout \(|^\s*\[\d+\]:|^Root Cause|NOT_|^<NO_OTHER|FAILED$|^\^+$",
     re.IGNORECASE,
 )

@@ -1,0 +1,3 @@
+import torch
+
+torch.nn.Linear(4, 4).to("cuda")

@@ -1,0 +1,3 @@
+import torch
+
+torch.load("/srv/models/target/consolidated.pt")

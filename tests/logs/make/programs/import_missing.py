@@ -1,0 +1,2 @@
+import json
+import flash_attention_that_is_not_there

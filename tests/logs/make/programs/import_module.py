@@ -1,0 +1,1 @@
+# shell: {python} -m trainer_of_mine train settings.yaml

@@ -1,0 +1,1 @@
+# shell: printf '\177ELFnothing' >program && chmod +x program && exec ./program

@@ -1,0 +1,1 @@
+# shell: accelerate-launch-of-old train.py --steps 5

@@ -1,0 +1,4 @@
+# shell: env PYTHONFAULTHANDLER=1 {python} {file}
+import ctypes
+
+ctypes.string_at(0)

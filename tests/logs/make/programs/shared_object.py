@@ -1,0 +1,3 @@
+import ctypes
+
+ctypes.CDLL("libcudart.so.12")

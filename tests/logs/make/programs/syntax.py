@@ -1,0 +1,1 @@
+# shell: printf 'def train(:\n    pass\n' >model.py && {python} -c "import model"

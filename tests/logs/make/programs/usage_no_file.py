@@ -1,0 +1,1 @@
+# shell: {python} /srv/elsewhere/train.py
