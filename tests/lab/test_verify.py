@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
+from orchestrator.environment.uv_tool import workstation_uv
 from tests.tiny_wheels import make_wheel
 
 PLACE = "pve/200"
@@ -25,6 +27,7 @@ def workstation(make_workstation, box):
     station.tiny_environment()
     station.recipe("works", environment="tiny", place=PLACE, metrics=False, command=["{python}", "-c", "import tiny"])
     make_wheel(box.share("200"), "sglang", "0.5.9")
+    shutil.copy2(workstation_uv(), box.share("200") / "uv")
     return station
 
 
@@ -34,7 +37,7 @@ def inside(box, text, check=True):
 
 POLLUTIONS = {
     "uv": (
-        "/root/.local/bin/uv pip install -q --offline --no-deps --link-mode copy --python {env}/bin/python "
+        "/lab/uv pip install -q --offline --no-deps --link-mode copy --python {env}/bin/python "
         "/lab/sglang-0.5.9-py3-none-any.whl",
         "sglang 0.5.9 was installed into this environment",
     ),
@@ -46,7 +49,7 @@ POLLUTIONS = {
     ),
     "sitecustomize": ("echo > {site}/sitecustomize.py", "sitecustomize.py was added, which every start of Python runs"),
     "both": (
-        "/root/.local/bin/uv pip install -q --offline --no-deps --link-mode copy --python {env}/bin/python "
+        "/lab/uv pip install -q --offline --no-deps --link-mode copy --python {env}/bin/python "
         "/lab/sglang-0.5.9-py3-none-any.whl; echo >> {site}/tiny.py",
         "sglang 0.5.9 was installed into this environment, with 1 file changed in site-packages/ (tiny.py)",
     ),

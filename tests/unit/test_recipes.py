@@ -391,7 +391,7 @@ def test_environments(project_dir: Path) -> None:
         ("torch: 2.11\nbackend: cpu\nlock_text: x\n", "",
          ["spec.yaml:1: the key \"python\" is missing; add \"python: '>=3.10,<3.14'\" "
           "(a version or a range of versions, such as >=3.10,<3.14)",
-          'spec.yaml:3: unknown key "lock_text" (there are: python, torch, backend)']),
+          'spec.yaml:3: unknown key "lock_text" (there are: python, torch, backend, index_hashes)']),
         ("python: 3.11\ntorch: 2.11\nbackend: cpu\n", None,
          ["requirements.lock is missing: an environment is built from its lock alone"]),
     ],
