@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from orchestrator.config.models import EnvironmentSpec
+from orchestrator.environment import source
 from orchestrator.environment.lock import Pin, environment_id, missing, pins, unlisted
 from orchestrator.environment.progress import Progress, silent
 from orchestrator.environment.relock import lock
 from orchestrator.environment.sending import ensure_uv, on_this_machine, send_wheels, there, wheel_path
 from orchestrator.environment.store import WheelStore
 from orchestrator.environment.target import PythonAtPlace, Target, choose_python, target_of
-from orchestrator.environment.torch_cpu import cpu_pins, wants_cpu
+from orchestrator.environment.torch_cpu import cpu_pins, unhashed, wants_cpu
 from orchestrator.environment.uv_tool import uv_there, uv_to_send
 from orchestrator.environment.wheels import Trust, fetch, stored
-from orchestrator.errors import ConfigError, NotFound, OrchError, Refused
+from orchestrator.errors import ConfigError, NotFound, OrchError, Refused, Unreachable
 from orchestrator.place.session import Session
 
 __all__ = ["BuiltEnvironment", "EnvironmentPlan", "ensure", "on_this_machine", "plan", "request", "wheel_path"]
@@ -64,12 +65,15 @@ class EnvironmentPlan:
     to_fetch: int  # files that this machine has to fetch first
     bytes_to_send: int | None  # None while something has to be fetched first
     polluted: str = ""  # what is wrong with the one that is there: it would be refused
+    source: str = "wheels of this machine"  # where the files come from
 
     def __str__(self) -> str:
         if self.polluted:
             return f"environment {self.id} is polluted: {self.polluted}"
         if self.present:
             return f"environment {self.id} is there"
+        if not self.source.startswith("wheels of this machine"):
+            return f"environment {self.id}: to build from {self.source}"
         if self.bytes_to_send is None:
             known = sum(file.size or 0 for file in self.files if not file.there)
             count = f"{self.to_fetch} wheel{'s' if self.to_fetch > 1 else ''}"
@@ -130,18 +134,26 @@ def plan(session: Session, spec: EnvironmentSpec, store: WheelStore | None = Non
     if found["present"] or found["polluted"]:
         polluted = str(found["polluted"]["summary"]) if found["polluted"] else ""
         return EnvironmentPlan(wanted.id, wanted.target, found["path"], not polluted, (), 0, 0, polluted)
-    wheels, missing = stored(wanted.pins, wanted.target, store)
+    named = source.explicit(session, wanted.pins)
+    wheels, lacking = stored(wanted.pins, wanted.target, store) if named is None else ([], [])
     program = uv_there(session.hello) or uv_to_send(wanted.target, store, None)
     known = there(session, wheels, program)
     files = [PlannedFile(wheel.filename, wheel.size, wheel_path(wheel) in known) for wheel in wheels]
-    files += [PlannedFile(str(pin), None, False) for pin in missing]
+    files += [PlannedFile(str(pin), None, False) for pin in lacking]
     if program is None:
         files.append(PlannedFile("uv", None, False))
     elif program.local is not None:
         files.append(PlannedFile("uv", program.size, program.remote in known))
     to_fetch = sum(file.size is None for file in files)
     to_send = None if to_fetch else sum(file.size or 0 for file in files if not file.there)
-    return EnvironmentPlan(wanted.id, wanted.target, found["path"], False, tuple(files), to_fetch, to_send)
+    told = "wheels of this machine"
+    if named is not None:
+        told = {"index": "the place's own index", "folder": str(named["where"]), "mirror": "the mirror in hosts.yaml"}[
+            str(named["kind"])
+        ]
+    elif source.may_download(session, wanted.pins, wanted.target, store):
+        told += ", or from the place's own index where it reaches one"
+    return EnvironmentPlan(wanted.id, wanted.target, found["path"], False, tuple(files), to_fetch, to_send, source=told)
 
 
 def ensure(
@@ -165,22 +177,33 @@ def ensure(
     if found["present"]:
         return _built(wanted.id, found, 0, "there")
     spec, wanted = _complete(session, spec, wanted)
+    program, sent = ensure_uv(session, wanted.target, store, progress)
+    args: dict[str, Any] = {"id": wanted.id, "uv": program, "python": wanted.target.python_path}
+    args.update(expect=dict(wanted.expect), about=_about(wanted), requirements=source.requirements(wanted.pins))
+    named = source.explicit(session, wanted.pins)
+    if named is not None:
+        if unsure := [str(pin) for pin in wanted.pins if not pin.hashes]:
+            raise unhashed(unsure)
+        return _build(session, {**args, "wheels": [], "source": named}, sent, progress, anew=anew)
+    notes: tuple[str, ...] = ()
+    if source.may_download(session, wanted.pins, wanted.target, store):
+        own = source.by_itself(session, program, wanted.pins, progress)
+        try:
+            if own is not None:
+                return _build(session, {**args, "wheels": [], "source": own}, sent, progress, anew=anew)
+        except Unreachable:
+            raise
+        except OrchError as error:
+            notes = (f"the place could not do it with its own index, so wheels were sent ({error.message})",)
     wheels = fetch(wanted.pins, wanted.target, store, progress, trust=_trust(spec))
-    paths, sent = send_wheels(session, wheels, progress)
-    program, more = ensure_uv(session, wanted.target, store, progress)
-    args = {
-        "id": wanted.id,
-        "uv": program,
-        "python": wanted.target.python_path,
-        "requirements": "".join(f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels),
-        "wheels": [
-            {"path": path, "filename": w.filename, "sha256": w.sha256, "origin": w.origin}
-            for w, path in zip(wheels, paths, strict=True)
-        ],
-        "expect": dict(wanted.expect),
-        "about": _about(wanted),
-    }
-    return _build(session, args, sent + more, progress, anew=anew)
+    paths, more = send_wheels(session, wheels, progress)
+    args["requirements"] = "".join(f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels)
+    args["wheels"] = [
+        {"path": path, "filename": w.filename, "sha256": w.sha256, "origin": w.origin}
+        for w, path in zip(wheels, paths, strict=True)
+    ]
+    built = _build(session, args, sent + more, progress, anew=anew)
+    return replace(built, notes=(*built.notes, *notes))
 
 
 def _trust(spec: EnvironmentSpec) -> Trust:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 from . import environment_state as state
@@ -107,6 +108,30 @@ def _recorded(call: Call, ident: str) -> Dict[str, Any]:
     raise OpError("not_found", "there is no environment %s here, and nothing says how it was built" % ident)
 
 
+def env_reach(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
+    """`{uv, requirement, seconds}` -> `{"reached"}`: whether uv finds that package with the place's own settings."""
+    environment = dict(os.environ, UV_HTTP_TIMEOUT="5", UV_HTTP_RETRIES="0", UV_SYSTEM_CERTS="true", NO_COLOR="1")
+    argv = [os.path.join(call.root, args["uv"]), "pip", "compile", "--quiet", "--no-deps", "--no-cache", "-"]
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=call.root,
+        env=environment,
+        start_new_session=True,
+    )
+    call.children.append(child)
+    try:
+        child.communicate(args["requirement"].encode("ascii"), timeout=float(args["seconds"]))
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    finally:
+        call.children.remove(child)
+    return {"reached": child.returncode == 0}
+
+
 def env_list(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     """Every environment here, those set aside too: `{"environments": [{"entry", "id", "manifest", "polluted",
     "runs", "processes", "last_used", "kept_runs"}]}`. `ids`: these alone."""
@@ -131,4 +156,4 @@ def env_list(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     return {"environments": found}
 
 
-OPS = {"env_status": env_status, "env_build": env_build, "env_list": env_list}
+OPS = {"env_status": env_status, "env_build": env_build, "env_list": env_list, "env_reach": env_reach}
