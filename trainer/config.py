@@ -45,13 +45,14 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Widths and query heads are the target's."""
+    """Widths and the size of a head are the target's."""
 
     target_layers: tuple[int, ...] = setting(least=0)  # features come from the output of these layers
     mask_token: int = setting(least=0)
     layers: int = setting(1, least=1)
     block_size: int = setting(4, least=2)
-    kv_heads: int = setting(0, least=0)  # 0: as many as the target has
+    heads: int = setting(0, least=0)  # 0: as many as the target has
+    kv_heads: int = setting(0, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +253,9 @@ class _Reader:
             return  # reported already
         except (ValueError, KeyError, TypeError):
             return problem("target.path", "has a config.json without num_hidden_layers and vocab_size")
+        heads = config.drafter.heads or target.get("num_attention_heads", 1)
+        if heads % (config.drafter.kv_heads or target.get("num_key_value_heads", 1)):
+            problem("drafter.kv_heads", f"must divide the number of heads, {heads}")
         if max(config.drafter.target_layers) >= layers:
             problem("drafter.target_layers", f"goes beyond the target's last layer, {layers - 1}")
         if config.drafter.mask_token >= vocabulary:

@@ -34,13 +34,13 @@ class Shape:
     rope_base: float
 
     @classmethod
-    def of(cls, target, *, features: int, layers: int, kv_heads: int = 0) -> "Shape":
+    def of(cls, target, *, features: int, layers: int, heads: int = 0, kv_heads: int = 0) -> "Shape":
         """From a Hugging Face configuration. RoPE settings moved in transformers 5; a lost base goes unnoticed."""
         rope = getattr(target, "rope_parameters", None) or {"rope_theta": target.rope_theta}
         return cls(
             hidden=target.hidden_size,
             intermediate=target.intermediate_size,
-            heads=target.num_attention_heads,
+            heads=heads or target.num_attention_heads,
             kv_heads=kv_heads or target.num_key_value_heads,
             head_size=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
             features=features,

@@ -138,6 +138,7 @@ def build(config: Config, device: torch.device) -> tuple[Target, Drafter, Evalua
         target.config,
         features=len(config.drafter.target_layers),
         layers=config.drafter.layers,
+        heads=config.drafter.heads,
         kv_heads=config.drafter.kv_heads,
     )
     drafter = new_drafter(shape, seed=config.seed, final_norm=target.final_norm).to(device)
