@@ -135,6 +135,7 @@ def _explain(recipe: str, place: str | None, overrides: list[str], *, new: bool,
 
 
 def _follow(out: Console, launch: Launch) -> int:
+    from orchestrator.cli.diagnose import show_bad_end
     from orchestrator.view.follow import FollowDisplay, summary
 
     last: RunStatus | None = None
@@ -153,6 +154,7 @@ def _follow(out: Console, launch: Launch) -> int:
         return 130
     assert last is not None
     summary(out, last, tail)
+    show_bad_end(out, launch.place, launch.run, last.phase, launch.session)
     out.print(f"  orch logs {launch.run}", soft_wrap=True)
     return 0 if last.phase == "finished" else 1
 

@@ -6,6 +6,8 @@ import sys
 
 from orchestrator import watch
 from orchestrator.cli.context import meant_run
+from orchestrator.cli.diagnose import show_bad_end
+from orchestrator.cli.output import error_console
 from orchestrator.config import Place
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.explain import explanation
@@ -43,6 +45,7 @@ def logs_command(
 
 def _write(found: Place, run: str, tail: int | None, *, keep_on: bool) -> None:
     out = sys.stdout.buffer
+    status = None
     for event in watch.follow(found, run, tail_lines=tail):
         if isinstance(event, watch.Interrupted):
             if not keep_on:
@@ -55,4 +58,6 @@ def _write(found: Place, run: str, tail: int | None, *, keep_on: bool) -> None:
         out.write(status.log)
         out.flush()
         if not keep_on and status.log_next >= (status.log_size or 0):
-            return
+            break
+    if status is not None:
+        show_bad_end(error_console(), found, run, status.phase, None, brief=True)

@@ -40,6 +40,13 @@ def sound_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def error_console() -> Console:
+    """The same on stderr, beside results that a program may read."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object with its format's version first. NaN and infinities become null."""
     whole = {"version": JSON_VERSION, **_finite(value)}

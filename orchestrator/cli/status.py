@@ -40,14 +40,39 @@ def status_command(
     if watch:
         _watch(places, selector, tail)
         return
-    reports = survey(places, runs=selector, tail_lines=tail)
-    if json:
-        print_json({"places": [report.to_json() for report in reports]})
-    else:
-        from orchestrator.view.status import print_status
-
-        print_status(console(), reports, details=run is not None)
+    sessions = Sessions()
+    try:
+        reports = survey(places, runs=selector, tail_lines=tail, sessions=sessions)
+        _show(reports, sessions, named=run is not None, all_=all_, json=json)
+    finally:
+        sessions.close()
     _raise_for(reports, run)
+
+
+def _show(reports: list[PlaceReport], sessions: Sessions, *, named: bool, all_: bool, json: bool) -> None:
+    """What the places said, and why runs ended badly; not of every run there ever was."""
+    from orchestrator.diagnosis.collect import bad_ends
+
+    runs = [] if all_ else [item for report in reports for item in report.runs]
+    if json:
+        diagnosed = {status.run: verdict for status, _, verdict, _ in bad_ends(runs, sessions.open)}
+        places = [report.to_json() for report in reports]
+        for item in (item for place in places for item in place["runs"]):
+            verdict = diagnosed.get(item["run"])
+            item["diagnosis"] = verdict.to_json() if verdict is not None else None
+        print_json({"places": places})
+        return
+    from orchestrator.cli.diagnose import show_verdict
+    from orchestrator.view.status import print_status
+
+    out = console()
+    print_status(out, reports, details=named)
+    for status, facts, found, why in bad_ends(runs, sessions.open):
+        out.print(f"\n{status.run} {status.phase}", soft_wrap=True)
+        if facts is None or found is None:
+            out.print(f"not diagnosed: {why}", soft_wrap=True)
+        else:
+            show_verdict(out, facts, found, brief=not named)
 
 
 def _raise_for(reports: list[PlaceReport], run: str | None) -> None:
