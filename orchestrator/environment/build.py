@@ -15,6 +15,7 @@ from orchestrator.config.models import EnvironmentSpec
 from orchestrator.environment import source
 from orchestrator.environment.lock import Pin, environment_id, missing, pins, unlisted
 from orchestrator.environment.progress import Progress, silent
+from orchestrator.environment.python_archive import PythonArchive, at_hand, bring
 from orchestrator.environment.relock import lock
 from orchestrator.environment.sending import ensure_uv, on_this_machine, send_wheels, there, wheel_path
 from orchestrator.environment.store import WheelStore
@@ -76,8 +77,10 @@ class EnvironmentPlan:
             return f"environment {self.id}: to build from {self.source}"
         if self.bytes_to_send is None:
             known = sum(file.size or 0 for file in self.files if not file.there)
-            count = f"{self.to_fetch} wheel{'s' if self.to_fetch > 1 else ''}"
-            return f"environment {self.id}: {count} to fetch first, then those and {known:,} bytes to send"
+            kind = "file" if any(file.name.startswith("Python ") for file in self.files) else "wheel"
+            count = f"{self.to_fetch} {kind}{'s' if self.to_fetch > 1 else ''}"
+            first = "to fetch or pack first" if kind == "file" else "to fetch first"
+            return f"environment {self.id}: {count} {first}, then those and {known:,} bytes to send"
         return f"environment {self.id}: {self.bytes_to_send:,} bytes to send, then to build"
 
 
@@ -90,11 +93,21 @@ class Request:
     pins: Sequence[Pin]
     id: str
     expect: Mapping[str, str | None]
+    brought: PythonArchive | None = None  # the Python that has to be brought along
 
 
 def request(session: Session, spec: EnvironmentSpec, python: PythonAtPlace | None = None) -> Request:
     """Works out what the spec means at the place. Nothing is asked there. Raises OrchError, ConfigError."""
-    target = target_of(session.hello, python or choose_python(spec, session.hello))
+    brought = None
+    if python is None:
+        try:
+            python = choose_python(spec, session.hello)
+        except OrchError:
+            brought = at_hand(spec, session.hello)
+            if brought is None:
+                raise
+            python = brought.at(session.root)
+    target = target_of(session.hello, python)
     where = str(spec.directory / "requirements.lock")
     wanted = pins(spec.lock_text, target, where=where)
     torch = next((pin for pin in wanted if pin.name == "torch"), None)
@@ -107,7 +120,7 @@ def request(session: Session, spec: EnvironmentSpec, python: PythonAtPlace | Non
         wanted = cpu_pins(wanted, target)
         torch = next((pin for pin in wanted if pin.name == "torch"), None)
     expect = {"torch": torch.version, "cuda": _cuda(torch.version)} if torch else {}
-    return Request(spec, target, wanted, environment_id(wanted, target), expect)
+    return Request(spec, target, wanted, environment_id(wanted, target), expect, brought)
 
 
 def _agrees(asked: str, locked: str) -> bool:
@@ -142,7 +155,9 @@ def plan(session: Session, spec: EnvironmentSpec, store: WheelStore | None = Non
     files += [PlannedFile(str(pin), None, False) for pin in lacking]
     if program is None:
         files.append(PlannedFile("uv", None, False))
-    elif program.local is not None:
+    if wanted.brought is not None:
+        files.append(PlannedFile(f"Python {wanted.brought.version}", None, False))
+    if program is not None and program.local is not None:
         files.append(PlannedFile("uv", program.size, program.remote in known))
     to_fetch = sum(file.size is None for file in files)
     to_send = None if to_fetch else sum(file.size or 0 for file in files if not file.there)
@@ -178,6 +193,8 @@ def ensure(
         return _built(wanted.id, found, 0, "there")
     spec, wanted = _complete(session, spec, wanted)
     program, sent = ensure_uv(session, wanted.target, store, progress)
+    if wanted.brought is not None:
+        sent += bring(session, wanted.brought, progress)
     args: dict[str, Any] = {"id": wanted.id, "uv": program, "python": wanted.target.python_path}
     args.update(expect=dict(wanted.expect), about=_about(wanted), requirements=source.requirements(wanted.pins))
     named = source.explicit(session, wanted.pins)

@@ -115,8 +115,9 @@ def choose_python(spec: Wanted, facts: Facts) -> PythonAtPlace:
     there = sorted({f"{python.version} ({python.path})" for _, python in found})
     raise OrchError(
         f"environment {spec.name} needs Python {spec.python}, and the place has "
-        f"{', '.join(there) if there else 'none'}: install one that fits there",
-        hint="name it with `python:` in hosts.yaml where it lies outside the usual folders",
+        f"{', '.join(there) if there else 'none'}: install one that fits there, or put a standalone build of one where "
+        "it is found",
+        hint="a cpython-…-install_only.tar.gz for the place, into pythons/ beside the lock or in ORCH_CACHE_DIR",
     )
 
 

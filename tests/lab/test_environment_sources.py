@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +135,41 @@ def test_a_wrong_hash_is_refused_there_too(box, wheels, index, offline, store, t
 
 
 def test_what_the_lock_has_no_hash_of_is_not_taken(box, wheels, offline, store, tmp_path):
+    message = r"no hash for tiny==1\.0: what is fetched could not be checked"
+    with open_session(at(box, "/lab/wheels")) as session, pytest.raises(OrchError, match=message):
+        ensure(session, make_spec(tmp_path, wheels, "tiny==1.0\n"), store=store)
+
+
+def test_a_python_is_brought_along(box, wheels, offline, store, tmp_path, monkeypatch):
+    """The place has none that fits; a standalone build lies beside the lock. Here a relocatable tree of another minor
+    version stands in for one, packed as those are."""
+    (tree,) = sorted(Path.home().glob(".pyenv/versions/3.12.*"))[-1:] or (None,)
+    if tree is None:
+        pytest.skip("there is no Python 3.12 at hand to pack")
+    monkeypatch.setenv("ORCH_CACHE_DIR", str(tmp_path / "cache"))
+    spec = make_spec(tmp_path, wheels).model_copy(update={"python": "==3.12.*"})
+    with open_session(at(box, "/lab/wheels")) as session, pytest.raises(OrchError) as caught:
+        ensure(session, spec, store=store)
+    assert "needs Python ==3.12.*, and the place has" in caught.value.message
+    assert "install_only.tar.gz" in caught.value.hint
+    archive = tmp_path / f"pythons/cpython-{tree.name}+20240101-x86_64-unknown-linux-gnu-install_only.tar"
+    archive.parent.mkdir()
+
+    def wanted(member):
+        return None if "/test/" in member.name or "__pycache__" in member.name else member
+
+    with tarfile.open(archive, "w") as tar:
+        tar.add(tree, "python", filter=lambda it: None if it.name == "python/bin/python3.12" else wanted(it))
+        # Standalone builds find their library beside them; this one is told to, in the room of its old path.
+        old, new = f"{tree}/lib\0".encode(), b"$ORIGIN/../lib\0"
+        program = (tree / "bin/python3.12").read_bytes().replace(old, new.ljust(len(old), b"\0"))
+        info = tarfile.TarInfo("python/bin/python3.12")
+        info.size, info.mode = len(program), 0o755
+        tar.addfile(info, io.BytesIO(program))
     with open_session(at(box, "/lab/wheels")) as session:
-        with pytest.raises(OrchError, match=r"no hash for tiny==1\.0: what is fetched could not be checked"):
-            ensure(session, make_spec(tmp_path, wheels, "tiny==1.0\n"), store=store)
+        assert f"Python {tree.name}" in [file.name for file in plan(session, spec, store).files]
+        built = ensure(session, spec, store=store)
+        assert works(box, built) and built.manifest["python"]["version"] == tree.name
+        assert built.manifest["python"]["base"].startswith("/var/lib/orch/python/")
+    with open_session(at(box, "/lab/wheels")) as session:
+        assert ensure(session, spec, store=store).how == "there"
