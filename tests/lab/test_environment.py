@@ -132,7 +132,7 @@ with open_session(place) as session:
 """
 
 
-@pytest.mark.parametrize("step", ["creating", "installing", "checking"])
+@pytest.mark.parametrize("step", ["creating", "installing", "checking", "writing"])
 def test_a_killed_client_leaves_nothing_that_counts(bare, links, store, tmp_path, step):
     import pickle
 
