@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from typing import Any, Dict, Optional, Tuple
 
+from .rundir import open_file
+
 LIMIT = 4 << 20  # bytes of log in one reply
 _BLOCK = 64 << 10
 
@@ -31,7 +33,7 @@ def read(
     where: Position = {"inode": None, "offset": 0, "next": 0, "size": 0}
     where.update({"rotated": False, "truncated": False, "why": None})
     try:
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             status = os.fstat(f.fileno())
             size = status.st_size
             where["inode"], where["size"] = status.st_ino, size

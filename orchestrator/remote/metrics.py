@@ -13,6 +13,8 @@ import math
 import os
 from typing import Any, Deque, Dict, Optional, Tuple
 
+from .rundir import open_file
+
 Line = Dict[str, Any]
 
 TAIL = 256 << 10  # bytes read of a large file
@@ -95,7 +97,7 @@ class Follower:
         """Read on; whether there were new lines. OSError is swallowed (the file need not exist). A file
         that shrank is read from its start."""
         try:
-            with open(self.path, "rb") as f:
+            with open_file(self.path) as f:
                 size = os.fstat(f.fileno()).st_size
                 if size < self._offset:
                     self._offset, self._partial = 0, b""
@@ -124,7 +126,7 @@ def read(path: str, tail: int = TAIL) -> Dict[str, Any]:
     """
     summary, count, why = Summary(), None, None
     try:
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             size = os.fstat(f.fileno()).st_size
             start = max(0, size - tail)
             f.seek(start)

@@ -13,8 +13,9 @@ import fcntl
 import json
 import os
 import re
+import stat
 import time
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Tuple
 
 from .frames import OpError
 
@@ -198,10 +199,21 @@ def locked(path: str, patience: float) -> Iterator[None]:
         os.close(fd)
 
 
+def open_file(path: str) -> BinaryIO:
+    """A regular file, to read; OSError for anything else, such as a FIFO that nobody writes to: it is not waited
+    for."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise OSError(errno.EISDIR, "is a directory" if stat.S_ISDIR(mode) else "not a regular file", path)
+    return open(fd, "rb")
+
+
 def read_json(path: str, most: int = _SMALL) -> Tuple[Optional[Dict[str, Any]], Optional[str]]:
     """(object, None), or (None, why not) for a file that is missing, broken, too large, or no JSON object."""
     try:
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             text = f.read(most + 1)
     except OSError as e:
         return None, "%s: %s" % (os.path.basename(path), e.strerror)

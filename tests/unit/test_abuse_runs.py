@@ -178,6 +178,7 @@ def test_a_run_can_be_stopped_while_the_disk_is_full(tmp_path: Path):
         client = Client(disk)
         run = client.launch("import time\nprint('up', flush=True)\ntime.sleep(300)")
         state = eventually(lambda: (s := client.look(run)["state"]).get("trainer") and s)
+        eventually(lambda: b"up" in Path(client.dir(run).console).read_bytes())
         with (disk / "fill").open("wb", buffering=0) as fill, contextlib.suppress(OSError):
             while fill.write(bytes(4096)):
                 pass
@@ -201,3 +202,14 @@ def test_among_hundreds_of_runs_the_oldest_is_still_found(tmp_path):
     assert b"and 5 older runs at local" in orch(tmp_path, "status", "--all").stdout
     place = json.loads(orch(tmp_path, "status", "--all", "--json").stdout)["places"][0]
     assert (len(place["runs"]), place["more"]) == (200, 5)
+
+
+def test_files_that_are_none_are_not_waited_for(tmp_path):
+    write(tmp_path, GOOD)
+    for number, name in enumerate(("state.json", "result.json", "console.log", "metrics.jsonl")):
+        run = write(tmp_path, {**BAD, "run": f"odd-{number}", "phase": "finished"})
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    shown = orch(tmp_path, "status", "--all").stdout
+    assert shown.count(b"odd-") >= 4 and b"state.json: not a regular file" in shown
+    assert orch(tmp_path, "logs", "odd-2").stdout == b""
