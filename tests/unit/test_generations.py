@@ -8,10 +8,18 @@ import threading
 
 import pytest
 
-from orchestrator import generations as client
+from orchestrator import generations as workstation
 from orchestrator.remote import codetree, generations
 from orchestrator.remote.frames import OpError
 from orchestrator.snapshot import snapshot
+
+from .remote_runs import Client, clean_up, eventually
+
+
+@pytest.fixture
+def client(tmp_path):
+    yield Client(tmp_path)
+    clean_up(tmp_path)
 
 
 class Call:
@@ -175,7 +183,7 @@ def test_a_code_snapshot_is_known_by_its_name(tmp_path):
         os.chmod(target, path.stat().st_mode)  # noqa: PTH101
     call = Call(tmp_path / "root")
     found = codetree.code_tree({"digest": taken.digest}, call)
-    assert found["present"] and found["intact"] and found["files"] == client.tree_of(taken)
+    assert found["present"] and found["intact"] and found["files"] == workstation.tree_of(taken)
     (there / "trainer/__pycache__").mkdir()
     (there / "trainer/__pycache__/a.cpython-311.pyc").write_bytes(b"")
     assert codetree.code_tree({"digest": taken.digest}, call)["intact"]
@@ -185,10 +193,39 @@ def test_a_code_snapshot_is_known_by_its_name(tmp_path):
 
 
 def test_changes_are_told_package_by_package():
-    assert client.package_changes({"a": "1", "b": "1", "c": "1"}, {"a": "2", "c": "1", "d": "3"}) == [
+    assert workstation.package_changes({"a": "1", "b": "1", "c": "1"}, {"a": "2", "c": "1", "d": "3"}) == [
         "a 1 → 2",
         "b 1 → (none)",
         "d (none) → 3",
     ]
-    assert client.file_changes({"a": "1", "b": "1"}, {"a": "2", "c": "1"}) == ["b removed", "c added", "a changed"]
-    assert json.dumps(client.Change((), (), ()).__dict__) == '{"packages": [], "cache": [], "code": []}'
+    assert workstation.file_changes({"a": "1", "b": "1"}, {"a": "2", "c": "1"}) == ["b removed", "c added", "a changed"]
+    assert json.dumps(workstation.Change((), (), ()).__dict__) == '{"packages": [], "cache": [], "code": []}'
+
+
+SLOW_THEN_FAST = """
+import json, os, time
+def put(step, at):
+    with open(os.environ['ORCH_METRICS'], 'a') as f:
+        f.write(json.dumps({'step': step, 'loss': 1.0, 'tokens': 100, 'time': at}) + '\\n')
+for step in range(1, 5): put(step, 1000 + 100 * step)
+time.sleep(1)
+for step in range(5, 60): put(step, 2000 + step)
+time.sleep(300)
+"""
+
+
+def test_the_runner_appends_and_marks_with_no_client(client: Client) -> None:
+    """Also when the throughput is only reached later than the step."""
+    about = {"recipe": "demo", **entry("ignored"), "who": "ada@desk", "why": "launched"}
+    run = client.launch(SLOW_THEN_FAST, health={"step": 3, "tokens_per_second": 50}, generation=about)
+    eventually(lambda: standings(client.root) == ["new"])
+    eventually(lambda: standings(client.root) == ["good"])
+    (one,) = generations.read(client.root, "demo")
+    assert one["run"] == run and one["who"] == "ada@desk" and one["marked_by"] == "runner"
+    assert "reached step" in one["mark_why"] and "tokens/s" in one["mark_why"]
+
+
+def test_a_run_that_fails_first_is_bad(client: Client) -> None:
+    run = client.launch("import sys; sys.exit(3)", health={"step": 3}, generation={"recipe": "demo", **entry("x")})
+    client.until(run, "failed")
+    eventually(lambda: standings(client.root) == ["bad"])
