@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from orchestrator.config.patterns import searchable
+
 HOST_NAME = r"[a-z0-9][a-z0-9._-]*"
 CONTAINER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 RECIPE_NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
@@ -193,6 +195,27 @@ class Health(_Model):
     tokens_per_second: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Expect("a number above 0")] = None
 
 
+class Rule(_Model):
+    """A rule of the user's own for diagnoses: lines that match it have that cause."""
+
+    pattern: Annotated[
+        str,
+        AfterValidator(searchable),
+        Expect(
+            "a regular expression with three or more characters of plain text in a row", "pattern: 'text of the line'"
+        ),
+    ]
+    cause: Annotated[
+        str,
+        _whole(r"[a-z0-9][a-z0-9-]{0,39}"),
+        Expect("a name of lower-case letters, digits and -", "cause: NAME"),
+    ]
+    title: Text = ""
+    advice: Text = ""
+    command: Text = ""
+    retry: Annotated[bool, Expect("true or false")] = False
+
+
 class Recipe(_Model):
     """What to run, where, in which environment, and what counts as healthy."""
 
@@ -229,6 +252,7 @@ class Recipe(_Model):
     sample_seconds: Annotated[
         float, Field(ge=0.1, le=3600, allow_inf_nan=False), Expect("a number of seconds from 0.1 to 3600")
     ] = 5.0
+    rules: Annotated[list[Rule], Expect("a list of mappings with pattern and cause")] = Field(default_factory=list)
 
 
 class EnvironmentSpec(_Model):
