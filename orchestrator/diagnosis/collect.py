@@ -109,9 +109,24 @@ def bad_ends(
 
 
 def _diagnose(session: Session, run: str, stacks: bool) -> tuple[Facts, Verdict]:
-    causes = user_rules.catalogue()
+    causes = user_rules.catalogue(_recipe_rules(session, run))
     facts = of_run(session, run, causes, stacks=stacks)
     return facts, diagnose(facts, causes)
+
+
+def _recipe_rules(session: Session, run: str) -> Sequence[Any]:
+    """The rules of the recipe as it was launched; what cannot be read there has none."""
+    import yaml
+
+    text = session.call("recipe_of", {"run": run}).data.get("recipe") or ""
+    if "rules:" not in text:
+        return ()
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return ()
+    rules = found.get("rules") if isinstance(found, dict) else None
+    return [rule for rule in rules or () if isinstance(rule, dict) and user_rules.usable(rule)]
 
 
 def _skew(session: Session) -> float | None:

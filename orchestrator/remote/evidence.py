@@ -110,4 +110,9 @@ def _heads(run: RunDir) -> Optional[int]:
     return None
 
 
-OPS = {"evidence": evidence, "stacks": evidence_stacks.stacks}
+def recipe_of(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
+    """`{run}` -> `{"recipe": text or null}`: asked first, since a recipe may bring rules of its own."""
+    return {"recipe": _text(find(call.root, args.get("run")).file("recipe.yaml"))}
+
+
+OPS = {"evidence": evidence, "stacks": evidence_stacks.stacks, "recipe_of": recipe_of}

@@ -92,15 +92,12 @@ class Finder:
                 )
             assert process.stdout is not None
             try:
-                base: Optional[int] = None
+                base = 0 if _counts_from_the_start(grep) else start
                 for row in process.stdout:
                     number, _, rest = row.partition(b":")
                     offset, _, _ = rest.partition(b":")
                     if not (number.isdigit() and offset.isdigit()):
                         continue
-                    if base is None:
-                        # whether offsets count from the file's start or from where reading began differs by version
-                        base = start if start and int(offset) < start else 0
                     at = int(offset) + base
                     if at >= self._size:
                         break
@@ -166,6 +163,23 @@ def gnu_grep() -> Optional[str]:
 
 
 _known: Dict[str, str] = {}
+
+
+def _counts_from_the_start(grep: str) -> bool:
+    """Whether offsets in a file that is read from its middle are of the file, or of what was read; versions differ."""
+    if grep not in _absolute:
+        with tempfile.TemporaryFile() as probe:
+            probe.write(b"first\nsecond\n")
+            probe.flush()
+            os.lseek(probe.fileno(), 6, os.SEEK_SET)
+            said = subprocess.run(
+                [grep, "-abo", "second"], stdin=probe, capture_output=True, env={"LC_ALL": "C"}, check=False
+            ).stdout
+        _absolute[grep] = said.startswith(b"6:")
+    return _absolute[grep]
+
+
+_absolute: Dict[str, bool] = {}
 
 
 def _bounded() -> None:

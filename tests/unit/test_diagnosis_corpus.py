@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.patterns import literal_of
 from orchestrator.diagnosis.catalogue import BY_ID, CAUSES, THEMES
 from orchestrator.diagnosis.conditions import MATCH
 from orchestrator.diagnosis.document import document
 from orchestrator.diagnosis.figures import FACTS
-from orchestrator.diagnosis.user_rules import literal_of
 from tests.logs import corpus
 
 ROOT = Path(__file__).parents[2]
