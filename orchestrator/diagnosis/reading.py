@@ -89,7 +89,7 @@ def facts(
         step_at=state.get("step_at"),
         heartbeat=state.get("heartbeat"),
         reports_metrics=launch.get("metrics") is not False,
-        restarted=answer.get("restarted"),
+        restarted=_restarted(answer, host, state),
         elastic=tuple(
             ElasticError(e.get("rank"), e.get("time"), str(e.get("message")), str(e.get("file")))
             for e in answer.get("elastic") or ()
@@ -117,6 +117,17 @@ def facts(
         run_dir=answer.get("run_dir"),
         root=container.get("root"),
     )
+
+
+def _restarted(answer: Mapping[str, Any], host: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """LXC gives a container another boot id at each of its starts: only when the kernel itself began tells which of
+    the two was started anew."""
+    said = answer.get("restarted")
+    began = state.get("started") or state.get("created")
+    boot = _boot(host.get("time"), host.get("uptime")) or (answer.get("kernel") or {}).get("boot")
+    if said is None or boot is None or not isinstance(began, (int, float)):
+        return said
+    return "host" if boot > began else "container"
 
 
 def _exit(record: Mapping[str, Any] | None) -> Exit | None:

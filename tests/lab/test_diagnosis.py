@@ -169,7 +169,13 @@ def test_a_container_stopped_under_a_run_and_started_again(make_lab, make_workst
     said = station.json("diagnose", run)
     assert said["cause"] == "container-stopped" and "pct start 200" in said["command"], said
     own.run("pct", "start", "200")
-    assert until(lambda: station.json("diagnose", run, code=None)["cause"] == "container-restarted", 20)
+    said = {}
+
+    def restarted():
+        said.update(station.json("diagnose", run, code=None))
+        return said["cause"] == "container-restarted"
+
+    assert until(restarted, 20), (said["cause"], said["evidence"], said["notes"])
 
 
 def test_the_memory_limit_of_a_container(make_lab, make_workstation):
