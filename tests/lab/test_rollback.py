@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -220,3 +221,21 @@ def test_the_pin_is_never_missing_or_mixed(workstation, place, tmp_path):
         stop.set()
         reader.join()
     assert not wrong and seen == {1, 2}
+
+
+def test_two_launches_at_once_build_once(make_workstation, lab, workstation, place, tmp_path):
+    """Two recipes that need the same missing environment: one builds it, the other waits, and both run in it."""
+    if place == "local":
+        pytest.skip("both ways are the same")
+    for name in ("one", "two"):
+        command = ["{python}", "-c", "import tiny; print(tiny.__file__)"]
+        workstation.recipe(name, environment="tiny", place=place, command=command, metrics=False)
+    both = [workstation.start("launch", name) for name in ("one", "two")]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    words = "".join((out + err).decode() for out, err in said)
+    assert len(re.findall(r", built(?:  |\n)", words)) == 1, words
+    assert "built by another launch meanwhile" in words or "in place" in words
+    assert len({run["environment"] for run in workstation.runs(place)}) == 1
+    entries = lab.run("ls", "/var/lib/orch/envs", vmid="200").stdout.split()
+    assert len(entries) == 1
