@@ -361,7 +361,7 @@ def main(arguments: list[str]) -> int:
     manifest = {
         "command": f"python scripts/demo_target.py --stdlib DIR --out DIR {flags} "
         f"--prompts {options.prompts} --seed {options.seed}",
-        "corpus": {"release": RELEASE, "sha256": digest, "files": len(corpus)},
+        "corpus": {"release": RELEASE, "licence": "PSF-2.0", "sha256": digest, "files": len(corpus)},
         "versions": {"torch": torch.__version__, "device": options.device, "python": sys.version.split()[0]},
         "target": {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -378,11 +378,9 @@ def main(arguments: list[str]) -> int:
         "sha256": {name: sha256(options.out / name) for name in [*names, "rows.safetensors", "prompts.json"]},
     }
     (options.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    for temperature in (0.7,):
-        for row in continued(prompts[:3], temperature).tolist():
-            print(
-                "-" * 80 + "\n" + tokenizer.decode(row[:PROMPT_TOKENS]) + " ⟫" + tokenizer.decode(row[PROMPT_TOKENS:])
-            )
+    for row in continued(prompts[:3], 0.7).tolist():
+        given, text = (tokenizer.decode(part) for part in (row[:PROMPT_TOKENS], row[PROMPT_TOKENS:]))
+        print("-" * 80, f"{given} ⟫ {text}", sep="\n")
     return 0
 
 
