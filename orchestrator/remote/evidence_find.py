@@ -33,7 +33,14 @@ class Finder:
         self._dropped = False
 
     def drop(self, literal: bytes) -> None:
+        if literal in self._literals:
+            self._literals.discard(literal)
+            self._dropped = True
+
+    def replace(self, literal: bytes, by: Sequence[bytes]) -> None:
+        """Look for others in place of one that stands in too many lines."""
         self._literals.discard(literal)
+        self._literals.update(by)
         self._dropped = True
 
     def hits(self, plain: bool = False) -> Iterator[Hit]:

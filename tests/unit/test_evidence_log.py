@@ -65,3 +65,23 @@ def test_a_log_that_is_missing_or_empty(tmp_path):
     assert evidence_log.scan(str(tmp_path / "none"), RULES, "")["why"].startswith("none: No such file")
     (tmp_path / "empty").write_bytes(b"")
     assert evidence_log.scan(str(tmp_path / "empty"), RULES, "")["matches"] == []
+
+
+@pytest.mark.skipif(evidence_find.gnu_grep() is None, reason="there is no GNU grep here")
+@pytest.mark.parametrize("often", [10, 10**9])
+@pytest.mark.parametrize("name", ["gpu/dense_plain.log", "gpu/nccl_same_card.log", "public/nccl_watchdog_stuck.log"])
+def test_a_large_log_is_found_the_same_in(tmp_path, monkeypatch, name, often):
+    """By gates first: the same matches, whether or not a gate stands in every line."""
+    path = tmp_path / "log"
+    filler = "".join(f"step {n} loss 1.0 Error rate 0.{n}\n" for n in range(2000))
+    path.write_text(filler + (corpus.HERE / name).read_text() + filler)
+    asked = collect.request()
+    whole = evidence_log.scan(str(path), asked["rules"], asked["prefix"])
+    monkeypatch.setattr(evidence_log, "BIG", 1000)
+    monkeypatch.setattr(evidence_log, "OFTEN", often)
+    large = evidence_log.scan(str(path), asked["rules"], asked["prefix"])
+
+    def told(found):
+        return [(match["rule"], match["offset"], match["after"]) for match in found["matches"]]
+
+    assert told(large) == told(whole) and large["tracebacks"] == whole["tracebacks"]
