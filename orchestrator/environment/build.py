@@ -284,7 +284,10 @@ def again(session: Session, ident: str, progress: Progress = silent) -> BuiltEnv
     manifest = found["manifest"] or {}
     python = PythonAtPlace(*(str((manifest.get("python") or {}).get(key) or "3.8") for key in ("path", "version")))
     program, sent = ensure_uv(session, target_of(session.hello, python), WheelStore(), progress)
-    return _build(session, {"id": ident, "uv": program, "again": True}, sent, progress, anew=True)
+    args: dict[str, Any] = {"id": ident, "uv": program, "again": True}
+    if "://" in session.place.wheels:  # an address is not in manifests, since it may hold credentials
+        args["source"] = {"kind": "mirror", "where": session.place.wheels, "backend": None}
+    return _build(session, args, sent, progress, anew=True)
 
 
 def _build(session: Session, args: Mapping[str, Any], sent: int, progress: Progress, *, anew: bool) -> BuiltEnvironment:

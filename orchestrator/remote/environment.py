@@ -83,6 +83,8 @@ def env_build(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
             return {"how": "waited" if waited else "there", "path": path, "manifest": state.brief(found)}
         state.sweep(os.path.dirname(path), ident)
         wanted = dict(_recorded(call, ident), uv=args["uv"]) if args.get("again") else args
+        if wanted is not args and args.get("source"):
+            wanted["source"] = args["source"]
         wanted["protect"] = args.get("protect")
         return {"how": "built", "path": path, "manifest": state.brief(build(path, wanted, call, lock))}
     finally:

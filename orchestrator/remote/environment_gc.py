@@ -9,7 +9,7 @@ from . import environment_state as state
 from . import generations
 from .environment_protect import set_immutable
 from .frames import OpError
-from .rundir import ACTIVE, list_runs
+from .rundir import ACTIVE, BEFORE, list_runs
 
 if TYPE_CHECKING:
     from .serve import Call
@@ -51,6 +51,8 @@ def env_gc(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     "free"}`. Without `remove` nothing is removed; what has come into use since is left.
     """
     used = usage(call.root)
+    if args.get("remove"):
+        _nobody_launches(call.root)
     candidates, kept = [], []
     for entry in state.entries(call.root):
         ident, aside, _ = entry.partition(state.ASIDE)
@@ -71,6 +73,15 @@ def env_gc(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
             removed.append(chosen)
     answer: Dict[str, Any] = {"candidates": candidates, "kept": kept, "removed": removed}
     return answer
+
+
+def _nobody_launches(root: str) -> None:
+    """A launch that has been told that its environment is here must find it so. Raises OpError."""
+    for run in list_runs(root):
+        current, _ = run.state()
+        early = current is not None and current.get("phase") in BEFORE and not current.get("environment")
+        if early and run.lock_held():
+            raise OpError("refused", "%s is being launched: remove environments when it runs" % run.run)
 
 
 def _living(root: str, entry: str) -> List[str]:

@@ -37,10 +37,10 @@ def envs_dir(root: str) -> str:
 
 
 def path_of(root: str, ident: Any) -> str:
-    """The folder of an environment. Raises OpError for what is no id."""
+    """The folder of an environment by its real path, which programs are started through. Raises OpError for no id."""
     if not isinstance(ident, str) or not _ID.match(ident):
         raise OpError("usage", "%r is not the id of an environment" % (ident,))
-    return os.path.join(envs_dir(root), ident)
+    return os.path.join(os.path.realpath(envs_dir(root)), ident)
 
 
 def read_manifest(path: str) -> Optional[Dict[str, Any]]:
