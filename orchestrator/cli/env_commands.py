@@ -70,6 +70,7 @@ def lock_command(name: str) -> None:
 def build_command(name: str, place: str | None, *, allow_unhashed: bool, explain: bool, json: bool) -> None:
     """Build, or say that it is there."""
     from orchestrator.environment.build import again, ensure, plan
+    from orchestrator.environment.lock import missing
     from orchestrator.view.follow import LaunchDisplay
 
     where = _place(place)
@@ -79,6 +80,10 @@ def build_command(name: str, place: str | None, *, allow_unhashed: bool, explain
         spec = spec.model_copy(update={"allow_unhashed": True})
     if explain:
         _explain_build(where, name, None if spec is None else lambda session: plan(session, spec))
+        for what in missing(spec.lock_text) if spec is not None else []:
+            print(
+                f"the lock has no hash of {what}: what needs it is refused until it is completed (orch env lock {name})"
+            )
         return
     out = console()
     with LaunchDisplay(out) as display, open_session(where) as session:

@@ -152,7 +152,7 @@ def plan(session: Session, spec: EnvironmentSpec, store: WheelStore | None = Non
     program = uv_there(session.hello) or uv_to_send(wanted.target, store, None)
     known = there(session, wheels, program)
     files = [PlannedFile(wheel.filename, wheel.size, wheel_path(wheel) in known) for wheel in wheels]
-    files += [PlannedFile(str(pin), None, False) for pin in lacking]
+    files += [PlannedFile(str(pin), None, on_this_machine(session)) for pin in lacking]
     if program is None:
         files.append(PlannedFile("uv", None, False))
     if wanted.brought is not None:

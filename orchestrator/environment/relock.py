@@ -74,6 +74,8 @@ def lock(directory: Path, progress: Progress = silent) -> str:
         raise UsageError(f"{directory / 'spec.yaml'}: python {spec['python']} fits none of {', '.join(_PYTHONS)}")
     backend = spec["backend"] if torch is not None else "auto"
     version = Version(spec["torch"]).public if backend != "auto" else spec["torch"]
+    # CUDA builds are for Linux alone.
+    systems = ", ".join(f"\"sys_platform == '{s}'\"" for s in ("linux", "darwin")[: 1 if backend[:2] == "cu" else 2])
     with tempfile.TemporaryDirectory(prefix="orch-lock-") as folder:
         work = Path(folder)
         # A project that needs nothing: uv takes the platforms to resolve for, and the range of Pythons,
@@ -81,7 +83,7 @@ def lock(directory: Path, progress: Progress = silent) -> str:
         (work / "pyproject.toml").write_text(
             '[project]\nname = "lock"\nversion = "0"\n'
             f'requires-python = ">={pythons[0]},<3.{_after(pythons)}"\n'
-            "[tool.uv]\nenvironments = [\"sys_platform == 'linux'\", \"sys_platform == 'darwin'\"]\n"
+            f"[tool.uv]\nenvironments = [{systems}]\n"
         )
         # uv's configuration is read from this folder alone.
         environment.pop("UV_NO_CONFIG", None)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from orchestrator.environment import pip_settings, relock, torch_cpu
-from orchestrator.environment.lock import Pin, pins
+from orchestrator.environment.lock import Pin, missing, pins, unlisted
 from orchestrator.environment.pip_download import NoWheel, Offline, WrongHash, download, explain
 from orchestrator.environment.progress import silent
 from orchestrator.environment.pylock import NamedWheel, read_pylock
@@ -344,3 +344,47 @@ def test_requirements_are_given_to_pip_for_the_place(links, tmp_path):
     assert [path.name for path in download(["native==1.0"], ELSEWHERE, folder, silent, hashed=False)] == [
         "native-1.0-cp310-abi3-manylinux_2_17_aarch64.whl"
     ]
+
+
+def test_whose_word_counts_where_the_lock_has_no_hash(links, store):
+    """Nobody's, unless it is allowed for this build; and what came in so is not taken for locked later."""
+    make_wheel(links)
+    bare = [Pin("tiny", "1.0", ())]
+    for trust in ("lock", "index"):
+        with pytest.raises(OrchError, match=r"no hash for tiny==1\.0") as caught:
+            fetch(bare, TARGET, store, silent, trust=trust)
+        assert "orch env lock" in caught.value.hint and "--allow-unhashed" in caught.value.hint
+    assert fetch(bare, TARGET, store, silent, trust="anyone")[0].origin == "nobody"
+    for trust in ("lock", "index"):
+        with pytest.raises(OrchError, match=r"no hash for tiny==1\.0"):
+            fetch(bare, TARGET, store, silent, trust=trust)
+
+
+def test_a_lock_says_what_it_lacks():
+    text = (
+        "#     known: torch-2.13.0+cpu-x.whl 00\n#     unknown: torch 2.11.0+cu128\n"
+        "#     unlisted: the CUDA libraries\ntiny==1.0\n"
+    )
+    assert missing(text) == ["torch 2.11.0+cu128", "the CUDA libraries"] and unlisted(text) == ["the CUDA libraries"]
+
+
+def test_a_lock_for_another_cuda_says_what_could_not_be_found(links, tmp_path):
+    """The plain build tells what torch needs besides CUDA; that build's own files and libraries are left open."""
+    make_wheel(links, "tiny")
+    make_wheel(links, "triton")
+    make_wheel(links, "nvidia_thing_cu13")
+    needs = ["tiny", "nvidia-thing-cu13 ; sys_platform == 'linux'", "triton ; sys_platform == 'linux'"]
+    make_wheel(links, "torch", "2.11.0", "cp311-cp311-manylinux_2_28_x86_64", requires=needs)
+    folder = tmp_path / "env"
+    folder.mkdir()
+    (folder / "spec.yaml").write_text('python: ">=3.11,<3.12"\ntorch: "2.11.0"\nbackend: cu128\n')
+    (folder / "requirements.in").write_text("torch==2.11.0\n")
+    done = relock.write(folder)
+    assert done.missing == (
+        "torch 2.11.0+cu128",
+        "the CUDA libraries that torch 2.11.0+cu128 requires",
+    )
+    text = (folder / "requirements.lock").read_text()
+    found = {pin.name: pin for pin in pins(text, Target("x86_64", "Linux", ("glibc", "2.36"), "3.11.2", ""))}
+    assert set(found) == {"tiny", "torch", "triton"} and found["torch"] == Pin("torch", "2.11.0+cu128", ())
+    assert found["triton"].hashes and "://" not in text
