@@ -147,13 +147,13 @@ def env_list(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
         if only is not None and ident not in only:
             continue
         manifest = state.brief(state.read_manifest(os.path.join(state.envs_dir(call.root), entry)))
-        known = state.verdict(call.root, ident).get("polluted")
+        known = state.verdict(call.root, entry).get("polluted")
         item: Dict[str, Any] = {"entry": entry, "id": ident, "manifest": manifest}
-        item["polluted"] = (known or {"summary": "set aside", "at": None}) if aside or known is not None else None
+        item["polluted"] = known or ({"summary": "set aside", "at": None} if aside else None)
         item.update(
             {"kept_by": [], "last_used": None} if aside else used.get(ident, {"kept_by": [], "last_used": None})
         )
-        item.update(state.users(call.root, ident) if known is not None else {"runs": [], "processes": []})
+        item.update(state.users(call.root, ident) if known is not None and not aside else {"runs": [], "processes": []})
         found.append(item)
     return {"environments": found}
 

@@ -100,6 +100,8 @@ def _remove(call: Call, item: Dict[str, Any]) -> bool:
         set_immutable(path, False)
         os.rename(path, going)
         state.remove(going)
+        if item["entry"] != item["id"]:
+            state.forget(call.root, item["entry"])
         if not state.aside(call.root, item["id"]) and not os.path.lexists(
             os.path.join(state.envs_dir(call.root), item["id"])
         ):

@@ -247,6 +247,11 @@ def set_aside(path: str) -> str:
     set_immutable(path, False)
     os.rename(path, target)
     fsync_folder(os.path.dirname(path))
+    root, ident = os.path.dirname(os.path.dirname(path)), os.path.basename(path)
+    known = verdict(root, ident).get("polluted")
+    if known is not None:  # for people, also when the id is clean again
+        with contextlib.suppress(OSError):
+            set_verdict(root, os.path.basename(target), {"polluted": known})
     return target
 
 

@@ -18,6 +18,7 @@ from .environment_files import Row, Tick
 _START_FILES = ("sitecustomize.py", "usercustomize.py")
 _SHOWN = 5  # names of files in a sentence
 _KEPT = 200  # names of files in a finding
+_COUNTED = ("changed", "missing", "added")
 _SETTINGS = "include-system-site-packages"
 
 
@@ -100,10 +101,11 @@ def check(root: str, manifest: Dict[str, Any], deep: bool, tick: Optional[Tick] 
 def summary(findings: List[Dict[str, Any]]) -> str:
     """All findings in one sentence: distributions first, then files."""
     whole = [f["text"] for f in findings if f["kind"] == "distribution"]
-    parts = [f["text"] for f in findings if f["kind"] != "distribution"]
-    if not whole or not parts:
-        return "; ".join(whole + parts)
-    return "%s, with %s" % ("; ".join(whole), "; ".join(parts))
+    counts = [f["text"] for f in findings if f["kind"] in _COUNTED and f["text"][:1].isdigit()]
+    others = [f["text"] for f in findings if f["text"] not in whole and f["text"] not in counts]
+    if whole and counts:
+        whole, counts = ["%s, with %s" % ("; ".join(whole), ", ".join(counts))], []
+    return "; ".join(whole + counts + others)
 
 
 def _finding(kind: str, text: str, names: List[str]) -> Dict[str, Any]:

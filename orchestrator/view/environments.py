@@ -27,9 +27,10 @@ def print_list(console: Console, place: str, found: Mapping[str, Any], recipes: 
         parts.append(f"Python {(manifest.get('python') or {}).get('version', '?')}")
         parts += [f"torch {torch}"] if torch else []
         parts += [size(manifest.get("bytes")), f"built {when(manifest.get('built'))}"]
-        parts.append(f"used {when(one['last_used'])}" if one["last_used"] else "never launched")
-        protected = (manifest.get("protected") or {}).get("how")
-        parts += ["write-protected"] if protected == "immutable" else []
+        if one["entry"] == one["id"]:
+            parts.append(f"used {when(one['last_used'])}" if one["last_used"] else "never launched")
+            protected = (manifest.get("protected") or {}).get("how")
+            parts += ["write-protected"] if protected == "immutable" else []
         say("  " + "  ".join(parts))
         if one["polluted"]:
             say(f"    polluted: {one['polluted']['summary']}")

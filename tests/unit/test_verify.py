@@ -359,3 +359,17 @@ def test_records_are_read_whatever_is_in_them(tmp_path):
     base = "lib/python3.11/site-packages/"
     assert listed == {f"{base}odd/a,b.py": "000000", "bin/odd": None, f"{base}odd/x.py": None}
     assert environment_files.record(str(tmp_path), found._replace(folder="nowhere")) == ("", {})
+
+
+def test_all_of_it_in_one_sentence():
+    findings = [
+        {"kind": "distribution", "text": "sglang 0.5.9 was installed into this environment"},
+        {"kind": "start", "text": "x.pth was added, which every start of Python reads"},
+        {"kind": "changed", "text": "41 files changed in torch/"},
+        {"kind": "missing", "text": "1 file missing from numpy/"},
+    ]
+    assert environment_verify.summary(findings) == (
+        "sglang 0.5.9 was installed into this environment, with 41 files changed in torch/, 1 file missing from "
+        "numpy/; x.pth was added, which every start of Python reads"
+    )
+    assert environment_verify.summary(findings[1:3]) == f"{findings[2]['text']}; {findings[1]['text']}"
