@@ -1,0 +1,7 @@
+"""The trainer's tests need its dependencies; without torch only those of the configuration run."""
+
+import importlib.util
+
+collect_ignore = []
+if importlib.util.find_spec("torch") is None:
+    collect_ignore = ["test_block_mask.py", "test_data.py", "test_drafter.py", "test_run.py"]
