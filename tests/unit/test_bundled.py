@@ -87,7 +87,7 @@ def test_the_demo_is_the_trainers_own(tmp_path: Path) -> None:
     trainers = (bundled.trainer_dir() / "configs" / "demo.yaml").read_text()
     own = parse_yaml(trainers, lambda line, column: f"demo.yaml:{line}", {"settings"}, at=("settings",))
     assert fill(settings, {"code": "C"}) == fill_relative(own.data)
-    assert settings["optimizer"]["adam_rate"] == 3e-3
+    assert settings["optimizer"]["adam_rate"] == 1e-2
 
 
 def fill_relative(value: Any) -> Any:
