@@ -13,6 +13,14 @@ from orchestrator.config import Place
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.place.container import wrap
 
+# tmux alone would say "no sessions", and nothing of what to do.
+_ATTACH = """\
+tmux -L "$1" has-session -t =run: 2>/dev/null || {
+  printf 'orch: its tmux session is gone; the log is not\\n  try: %s\\n' "$2" >&2
+  exit 1
+}
+exec tmux -L "$1" attach-session -t =run:"""
+
 
 def attach_command(run: str | None, place: str | None, *, explain: bool) -> None:
     """Replace this process by one that shows the session.
@@ -38,19 +46,8 @@ def attach_command(run: str | None, place: str | None, *, explain: bool) -> None
 def attach_argv(place: Place, run: str) -> list[str]:
     """The command line that attaches to a run's session."""
     # TERM may name a terminal that the place does not know; tmux refuses to start then.
-    tmux = [
-        "env",
-        "-u",
-        "TMUX_TMPDIR",
-        f"TERM={_plain_term()}",
-        "LANG=C.UTF-8",
-        "tmux",
-        "-L",
-        f"orch-{run}",
-        "attach-session",
-        "-t",
-        "=run:",
-    ]
+    environment = ["env", "-u", "TMUX_TMPDIR", f"TERM={_plain_term()}", "LANG=C.UTF-8"]
+    tmux = [*environment, "sh", "-c", _ATTACH, "sh", f"orch-{run}", f"orch logs {run}"]
     inner = wrap(place.container, tmux, place.host.name) if place.container else tmux
     ssh = place.host.ssh
     if ssh is None:

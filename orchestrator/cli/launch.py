@@ -98,8 +98,10 @@ def launch_command(
             if not json:
                 out.print(f"launching {launch.recipe.name} at {launch.place.name}", soft_wrap=True)
             carry_out(launch)
-        except BaseException:
+        except BaseException as error:
             launch.close()
+            if isinstance(error, KeyboardInterrupt) and not json:
+                out.print("interrupted; the same command goes on from here", soft_wrap=True)
             raise
     try:
         if json:

@@ -62,3 +62,13 @@ def test_wrong_words_get_a_sentence_and_their_exit_code(words, code, sentence, t
     assert done.returncode == code, done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_attaching_to_a_session_that_is_gone_names_the_next_command():
+    from orchestrator.cli.attach import attach_argv
+    from orchestrator.config import Host, Place
+
+    argv = attach_argv(Place(Host(name="local", ssh=None, root=None, python=None, containers={})), "gone-1")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert done.stderr == "orch: its tmux session is gone; the log is not\n  try: orch logs gone-1\n"
