@@ -69,7 +69,8 @@ def confusion(results: Sequence[tuple[Case, str]]) -> str:
         "log has to be called, a column what it is called.",
         "",
         f"{right} of {len(results)} logs are called what they are; {made} of them ({made / len(results):.0%}) were "
-        "produced by a script or in the lab, the others carry their public source or are written in a record's wording.",
+        "produced by a script or in the lab, the others carry their public source or are written in a record's "
+        "wording.",
         "",
         "| expected | logs | called |",
         "|---|---|---|",

@@ -1,7 +1,5 @@
 """YAML as it is read: values, places, and what is no YAML at all."""
 
-# ruff: noqa: E501  (tables of exact sentences)
-
 from pathlib import Path
 
 import pytest
@@ -83,9 +81,7 @@ def test_anchors_and_merges() -> None:
         ("a: 'x\nb: 2\n", ["f:1:4: this quote is never closed"]),
         (
             "a: b: c\n",
-            [
-                'f:1:5: a ":" is not expected here; quote the text if it belongs to it, or check the indentation'
-            ],
+            ['f:1:5: a ":" is not expected here; quote the text if it belongs to it, or check the indentation'],
         ),
         ("a:\n\t- b\n", ["f:2:1: a tab cannot indent YAML; use spaces"]),
         ("a:\n  - b\n c: d\n", ["f:3:2: the indentation does not fit the lines above"]),
@@ -113,14 +109,10 @@ def test_what_is_wrong_is_one_sentence(text: str, expected: list[str]) -> None:
 def test_aliases_cannot_expand_without_end() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    assert [p.split(": ", 1)[1] for p in problems("\n".join(lines))] == [
-        "aliases make this more than 100000 values"
-    ]
+    assert [p.split(": ", 1)[1] for p in problems("\n".join(lines))] == ["aliases make this more than 100000 values"]
     lines = ["a0: &a0 {x: 1}"]
     lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 9)]
-    assert [p.split(": ", 1)[1] for p in problems("\n".join(lines))] == [
-        "aliases make this more than 100000 values"
-    ]
+    assert [p.split(": ", 1)[1] for p in problems("\n".join(lines))] == ["aliases make this more than 100000 values"]
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """hosts.yaml and the places it names."""
 
-# ruff: noqa: E501  (tables of exact sentences)
-
 from pathlib import Path
 from typing import Any
 

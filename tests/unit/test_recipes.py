@@ -1,7 +1,5 @@
 """Recipes and environments: found, read, refused, overridden, written out."""
 
-# ruff: noqa: E501  (tables of exact sentences)
-
 from pathlib import Path
 
 import pytest
@@ -31,9 +29,7 @@ from orchestrator.errors import ConfigError, UsageError
 
 text = st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t\x85"), max_size=12)
 variables = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True).filter(
-    lambda name: (
-        not name.startswith("ORCH_") and not name.endswith(("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD"))
-    )
+    lambda name: not name.startswith("ORCH_") and not name.endswith(("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD"))
 )
 words = [
     "1e-4",
@@ -238,9 +234,7 @@ def test_text_numbers_and_empty_keys(project_dir: Path) -> None:
 
 
 def test_special_tokens_are_no_secrets(project_dir: Path) -> None:
-    recipe = load(
-        "environment: demo\nenv: {PAD_TOKEN: <|reserved_special_0|>, EOS_TOKEN: </s>, SORT_KEY: aaaaaaaa}\n"
-    )
+    recipe = load("environment: demo\nenv: {PAD_TOKEN: <|reserved_special_0|>, EOS_TOKEN: </s>, SORT_KEY: aaaaaaaa}\n")
     assert recipe.env["EOS_TOKEN"] == "</s>"
 
 
