@@ -240,11 +240,35 @@ def no_room(facts: Facts) -> Found | None:
 
 
 def environment_polluted(facts: Facts) -> Found | None:
-    for event in reversed(facts.events):
-        if str(event.get("event", "")).startswith("environment_") and event.get("ok") is False:
-            text = str(event.get("why") or event.get("what") or event.get("event"))
-            return Found(88, (Evidence("environment check", "events.jsonl", text),), "high")
-    return None
+    """It was changed while the run went on: by itself a hint; with a failure of that kind, the cause."""
+    if facts.environment is None or not facts.environment.changes:
+        return None
+    place = f"environment {facts.environment.id}"
+    return Found(36, tuple(Evidence("environment", place, text) for text in facts.environment.changes), "low")
+
+
+_OF_LIBRARIES = re.compile(
+    r"^(?:\w+\.)*(?:ImportError|AttributeError): |undefined symbol|compiled against|DLL load failed"
+)
+_OF_THE_PROGRAM = re.compile(
+    r"'(?:NoneType|dict|list|tuple|str|bytes|int|float|bool|function)' object has no attribute"
+)
+
+
+def of_a_changed_environment(facts: Facts, cause: str, raised: str, traceback: str) -> bool:
+    """Whether an exception is what libraries raise that were changed under a program: it names one of these, or
+    comes out of one, or is of a kind that tells of libraries that do not fit."""
+    names = facts.environment.names if facts.environment is not None else frozenset()
+    if cause not in ("import-error", "uncaught-exception", "python-syntax"):
+        return False
+    frames = re.findall(r'File "([^"]*)"', traceback)
+    package = re.search(r"/site-packages/(\w+)", frames[-1]) if frames else None
+    if package is not None and package.group(1) in names:
+        return True
+    missing = re.search(r"No module named '?(\w+)", raised)
+    if missing is not None:
+        return missing.group(1) in names
+    return _OF_LIBRARIES.search(raised) is not None and _OF_THE_PROGRAM.search(raised) is None
 
 
 def _within(line: KernelLine, facts: Facts) -> bool:

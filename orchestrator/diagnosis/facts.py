@@ -147,6 +147,17 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Environment:
+    """How the run's environment differs from what was built. `changes` came before the run ended, in `names`
+    (packages); `later` since, or at a time that is not known."""
+
+    id: str
+    changes: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    later: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """Everything known of one run, or of one log by itself (`source`)."""
 
@@ -186,6 +197,7 @@ class Facts:
     stacks: str | None = None
     frozen: bool | None = None
     events: tuple[Mapping[str, Any], ...] = ()
+    environment: Environment | None = None  # of a run that ended badly
     run_dir: str | None = None
     root: str | None = None
 

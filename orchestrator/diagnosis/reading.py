@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.diagnosis import shape
 from orchestrator.diagnosis.facts import (
     ElasticError,
+    Environment,
     Exit,
     Facts,
     Gpus,
@@ -114,6 +115,7 @@ def facts(
         stacks=answer.get("stacks"),
         frozen=answer.get("frozen"),
         events=tuple(answer.get("events") or ()),
+        environment=_environment(answer.get("environment")),
         run_dir=answer.get("run_dir"),
         root=container.get("root"),
     )
@@ -128,6 +130,13 @@ def _restarted(answer: Mapping[str, Any], host: Mapping[str, Any], state: Mappin
     if said is None or boot is None or not isinstance(began, (int, float)):
         return said
     return "host" if boot > began else "container"
+
+
+def _environment(said: Mapping[str, Any] | None) -> Environment | None:
+    if not said:
+        return None
+    changes, names, later = (tuple(str(text) for text in said.get(key) or ()) for key in ("changes", "names", "later"))
+    return Environment(str(said.get("id")), () if said.get("ok") else changes, frozenset(names), later)
 
 
 def _exit(record: Mapping[str, Any] | None) -> Exit | None:

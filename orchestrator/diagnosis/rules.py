@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from orchestrator.diagnosis import sizes
 from orchestrator.diagnosis.catalogue import BY_ID, CAUSES
+from orchestrator.diagnosis.conditions import of_a_changed_environment
 from orchestrator.diagnosis.elastic import rank_first, readings
 from orchestrator.diagnosis.facts import Facts
 from orchestrator.diagnosis.figures import FACTS
@@ -163,6 +164,11 @@ def _from_facts(facts: Facts, cause: Cause, log: Claim | None, bad: bool) -> Cla
     agrees = log is not None and log.cause.id == cause.id
     if agrees and log is not None:
         return Claim(cause, max(strength, log.strength) + 5, "high", (*log.evidence, *seen), log.traceback)
+    if cause.id == "environment-drift":
+        if not bad:
+            return None
+        if log is not None and of_a_changed_environment(facts, log.cause.id, _raised(log), log.traceback or ""):
+            return Claim(cause, log.strength + 5, "high", (*log.evidence, *seen), log.traceback)
     if cause.family in ("hardware", "driver") or cause.id == "illegal-memory-access":
         if not bad:
             # a broken card beside a run that goes on, or ended well, is not yet what is wrong with it
@@ -173,6 +179,11 @@ def _from_facts(facts: Facts, cause: Cause, log: Claim | None, bad: bool) -> Cla
             return None
         seen = (*seen, *(log.evidence if log is not None else ()))
     return Claim(cause, strength, confidence, seen, log.traceback if log is not None else None)
+
+
+def _raised(log: Claim) -> str:
+    """The line of the log that a claim rests on."""
+    return next((item.text for item in log.evidence if item.witness == "log"), "")
 
 
 def _may_be_of_a_card(log: Claim) -> bool:
@@ -264,6 +275,8 @@ def _notes(facts: Facts, best: Claim | None, claims: Sequence[Claim], warnings: 
     for claim in claims:
         if best is not None and claim.cause.id != best.cause.id and claim.strength >= 35 and claim.evidence:
             item = claim.evidence[0]
+            if item in best.evidence:
+                continue  # the same line, read otherwise
             notes.append(f"also seen: {claim.cause.title} ({item.place}: {item.text[:120]})")
     if warnings and (best is None or not best.cause.id.startswith("dense-attention")):
         cause = warnings[0].cause
@@ -272,6 +285,8 @@ def _notes(facts: Facts, best: Claim | None, claims: Sequence[Claim], warnings: 
         notes.append(f"the place's clock is {facts.clock_skew:+.1f} s off this machine's")
     if facts.tmux is False and facts.phase in ("failed", "lost"):
         notes.append("its tmux server is gone too")
+    if facts.environment is not None and facts.environment.later:
+        notes.append(f"its environment was changed since, or nothing says when: {facts.environment.later[0]}")
     if facts.log.why:
         notes.append(f"the log could not be read: {facts.log.why}")
     if facts.kernel_why:

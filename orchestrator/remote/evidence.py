@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, TypeVar
 from . import evidence_log, evidence_machine, evidence_metrics, evidence_stacks, nvidia_smi, processes, tmux
 from .cgroup import MemoryGroup
 from .derive import Standing
+from .evidence_environment import Look
 from .rundir import RunDir, find, read_json
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ def evidence(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
 
     `log`: as `evidence_log.scan`, of console.log, or of the pane where that file is missing (`log_of`). `state`,
     `phase`, `why`: as in a probe; `restarted`: "host" or "container" where that ended the run. `stacks` (if asked
-    for): where each thread stands.
+    for): where each thread stands. `environment`: as `evidence_environment.Look.outcome`.
     """
     run = find(call.root, args.get("run"))
     problems: List[str] = []
@@ -44,6 +45,7 @@ def evidence(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     answer["phase"] = standing.phase if standing is not None else None
     answer["why"] = standing.why if standing is not None else None
     answer["alive"] = standing.alive if standing is not None else []
+    look = part("environment", lambda: Look(call.root, standing))
     answer["restarted"] = part("boot", lambda: _restarted(standing))
     answer["launch"] = part("launch", lambda: read_json(run.file("launch.json"))[0])
     answer["recipe"] = part("recipe", lambda: _text(run.file("recipe.yaml")))
@@ -59,6 +61,7 @@ def evidence(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     answer["memory"] = part("memory", lambda: MemoryGroup().report())
     answer.update(part("machine", lambda: evidence_machine.machine(run.path)) or {})
     answer["stacks"] = part("stacks", lambda: evidence_stacks.dump(run, standing)) if args.get("stacks") else None
+    answer["environment"] = part("environment", look.outcome) if look is not None else None
     answer["gpus"] = None
     if query is not None:
         query.wait()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import pytest
+
+from orchestrator.environment.uv_tool import workstation_uv
+from tests.tiny_wheels import make_wheel
 
 from .conftest import until
 
@@ -112,6 +116,68 @@ def test_a_broken_card_is_not_blamed_for_a_program_s_own_fault(workstation, lab,
     scenario(lab, "200", {"gpus": 2, "timeline": [{"at": 0, "fault": "mismatch"}]})
     said, _ = launch(workstation, "own-fault", "{}['rows']")
     assert said["cause"] == "uncaught-exception"
+
+
+SITE = "$(ls -d /var/lib/orch/envs/[0-9a-f]*/lib/python*/site-packages)"
+POLLUTIONS = {
+    "removed": (f"rm {SITE}/tiny.py", "1 file missing from site-packages/ (tiny.py)"),
+    "overwritten": (f"echo '{{}}[42]' > {SITE}/tiny.py", "1 file changed in site-packages/ (tiny.py)"),
+    "installed": (
+        f"/lab/uv pip install -q --offline --no-deps --link-mode copy --python {SITE}/../../../bin/python "
+        "/lab/sglang-0.5.9-py3-none-any.whl; echo > {site}/tiny.py".replace("{site}", SITE),
+        "sglang 0.5.9 was installed into this environment",
+    ),
+}
+
+
+@pytest.fixture
+def own_environment(workstation, lab):
+    """Built for one test, and gone after it."""
+    lab.forget()
+    yield workstation
+    lab.forget()
+
+
+def polluted_meanwhile(station, lab, name, pollute, code):
+    """A run that waits, an environment that is changed past its protection, and a run that goes on."""
+    lab.run("rm", "-f", "/tmp/go", vmid="200")
+    wait = "import os, time\nwhile not os.path.exists('/tmp/go'): time.sleep(0.05)\n"
+    station.recipe(name, environment="tiny", command=["{python}", "-u", "-c", wait + code], metrics=False, stop_grace=1)
+    station.orch("launch", name, "--place", PLACE, "--detach")
+    lab.run("sh", "-c", f"chattr -R -f -i /var/lib/orch/envs; {pollute}; touch /tmp/go", vmid="200")
+    assert until(lambda: station.runs(PLACE)[0]["phase"] == "failed", 30)
+    return station.json("diagnose", name, "--place", PLACE)
+
+
+@pytest.mark.parametrize("kind", POLLUTIONS)
+def test_an_environment_that_is_polluted_meanwhile(own_environment, lab, kind):
+    make_wheel(lab.share("200"), "sglang", "0.5.9")
+    shutil.copy2(workstation_uv(), lab.share("200") / "uv")
+    pollute, named = POLLUTIONS[kind]
+    said = polluted_meanwhile(own_environment, lab, kind, pollute, "import tiny; tiny.answer")
+    assert said["cause"] == "environment-drift" and said["confidence"] == "high", said
+    assert named in [item["text"] for item in said["evidence"] if item["witness"] == "environment"], said
+    assert said["traceback"] and "orch rollback-env" in said["command"]
+    # it stays said, also when another environment has its name by then
+    own_environment.orch("launch", kind, "--place", PLACE, "--new", code=5)
+    own_environment.orch("env", "build", "tiny", PLACE)
+    assert own_environment.json("diagnose", said["run"], "--place", PLACE)["cause"] == "environment-drift"
+
+
+def test_a_polluted_environment_is_a_witness_alone_where_something_else_is_named(own_environment, lab):
+    said = polluted_meanwhile(own_environment, lab, "other", f"rm {SITE}/tiny.py", "{}['rows']")
+    assert said["cause"] == "uncaught-exception", said
+    assert any("1 file missing from site-packages/ (tiny.py)" in note for note in said["notes"]), said
+
+
+def test_an_environment_that_is_changed_after_the_end_is_not_blamed(own_environment, lab):
+    said, _ = launch(own_environment, "absent", "import absent")
+    assert said["cause"] == "import-error"
+    time.sleep(0.1)
+    lab.run("sh", "-c", f"chattr -R -f -i /var/lib/orch/envs; echo > {SITE}/absent.py; rm {SITE}/tiny.py", vmid="200")
+    said = own_environment.json("diagnose", "absent", "--place", PLACE)
+    assert said["cause"] == "import-error", said
+    assert any("its environment was changed since" in note for note in said["notes"])
 
 
 def test_one_rank_of_two_dies(workstation):

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from orchestrator.diagnosis import collect, user_rules
-from orchestrator.diagnosis.facts import ElasticError, Exit, Facts, KernelLine
+from orchestrator.diagnosis.facts import ElasticError, Environment, Exit, Facts, KernelLine
 from orchestrator.diagnosis.rules import diagnose
 from orchestrator.errors import ConfigError, UsageError
 from tests.logs import corpus
@@ -77,6 +77,42 @@ def test_a_caught_error_long_before_is_not_blamed_for_another_end(of_text):
     text += "Traceback (most recent call last):\n  File \"t.py\", line 2, in <module>\n    x\nKeyError: 'rows'\n"
     said = of_text(text, **ended(1))
     assert said.cause == "uncaught-exception" and said.traceback.endswith("KeyError: 'rows'")
+
+
+TRACE = 'Traceback (most recent call last):\n  File "{file}", line 2, in f\n    x\n{error}\n'
+POLLUTED = Environment("0" * 16, ("sglang 0.5.9 was installed into this environment",), frozenset({"sglang", "torch"}))
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("ImportError: cannot import name 'x' from 'torch' (/e/torch/__init__.py)", "environment-drift"),
+        ("AttributeError: module 'torch' has no attribute 'x'", "environment-drift"),
+        ("ModuleNotFoundError: No module named 'torch._x'", "environment-drift"),
+        ("ModuleNotFoundError: No module named 'absent'", "import-error"),
+        ("AttributeError: 'NoneType' object has no attribute 'x'", "uncaught-exception"),
+        ("KeyError: 'rows'", "uncaught-exception"),
+        ("OSError: [Errno 28] No space left on device", "disk-full"),
+    ],
+)
+def test_a_polluted_environment_is_the_cause_of_what_it_can_cause(of_text, error, cause):
+    text = TRACE.format(file="/t.py", error=error)
+    said = of_text(text, **ended(1), environment=POLLUTED)
+    assert said.cause == cause
+    told = [item.text for item in said.evidence] if cause == "environment-drift" else said.notes
+    assert any(POLLUTED.changes[0] in line for line in told)
+    for clean in (None, Environment("0" * 16), Environment("0" * 16, later=POLLUTED.changes)):
+        assert of_text(text, **ended(1), environment=clean).cause != "environment-drift"
+
+
+def test_a_polluted_environment_and_nothing_else(of_text):
+    said = of_text("step 1\n", **ended(1), environment=POLLUTED)
+    assert (said.cause, said.confidence) == ("environment-drift", "low")
+    assert of_text("step 1\n", **ended(137), environment=POLLUTED).cause == "killed"
+    inside = TRACE.format(file="/e/lib/python3.12/site-packages/sglang/a.py", error="KeyError: 'rows'")
+    assert of_text(inside, **ended(1), environment=POLLUTED).cause == "environment-drift"
+    goes_on = Facts(source="run", phase="training", now=100.0, started=10.0, environment=POLLUTED)
+    assert diagnose(goes_on).cause == "healthy"
 
 
 def test_an_unknown_end_keeps_its_witnesses(of_text):

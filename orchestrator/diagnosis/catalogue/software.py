@@ -23,7 +23,7 @@ CAUSES = (
     ),
     Cause(
         "environment-drift",
-        "libraries of the environment do not fit each other",
+        "the environment was changed, or its libraries do not fit each other",
         "software",
         (
             raised(
