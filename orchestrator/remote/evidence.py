@@ -12,7 +12,7 @@ from . import evidence_log, evidence_machine, evidence_metrics, evidence_stacks,
 from .cgroup import MemoryGroup
 from .derive import Standing
 from .evidence_environment import Look
-from .rundir import RunDir, find, read_json
+from .rundir import RunDir, find, open_file, read_json
 
 T = TypeVar("T")
 
@@ -96,9 +96,9 @@ def _log(run: RunDir, args: Dict[str, Any], screen: Optional[str]) -> Any:
 
 def _text(path: str) -> Optional[str]:
     try:
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             return f.read(_SMALL).decode("utf-8", "replace")
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

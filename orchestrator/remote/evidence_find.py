@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
+from .rundir import open_file
 from .tmux import search_path
 
 Hit = Tuple[int, int]  # offset, line number (from 1)
@@ -70,7 +71,7 @@ class Finder:
                 yield hit
 
     def _next_line(self, offset: int) -> int:
-        with open(self._path, "rb") as f:
+        with open_file(self._path) as f:
             f.seek(offset)
             at = offset
             while True:
@@ -87,7 +88,7 @@ class Finder:
         with tempfile.NamedTemporaryFile(prefix="orch-literals-") as words:
             words.write(b"\n".join(sorted(self._literals)))
             words.flush()
-            with open(self._path, "rb") as f:
+            with open_file(self._path) as f:
                 os.lseek(f.fileno(), start, os.SEEK_SET)
                 process = subprocess.Popen(
                     [grep, "-anobF", "-f", words.name],
@@ -121,7 +122,7 @@ class Finder:
 
     def _by_hand(self, start: int, line: int) -> Iterator[Hit]:
         overlap = max([len(literal) for literal in self._literals] + [1]) - 1
-        with open(self._path, "rb") as f:
+        with open_file(self._path) as f:
             f.seek(start)
             at, kept = start, b""
             while at < self._size:

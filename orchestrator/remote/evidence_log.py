@@ -14,6 +14,7 @@ from typing import Any, Deque, Dict, List, Optional, Pattern, Sequence, Set, Tup
 
 from .evidence_find import Finder
 from .evidence_trace import MOST, Traceback, read_traceback
+from .rundir import open_file
 
 TRACEBACK = b"Traceback (most recent call last)"
 FIRST, LAST = 12, 12  # of each rule
@@ -93,7 +94,7 @@ class Scan:
         answer: Answer = {"size": 0, "matches": [], "tracebacks": [], "more_tracebacks": 0}
         answer.update({"tail": {"offset": 0, "text": ""}, "why": None})
         try:
-            with open(self.path, "rb") as f:
+            with open_file(self.path) as f:
                 self._fd = f.fileno()
                 size = os.fstat(self._fd).st_size
                 self._look(size, plain)

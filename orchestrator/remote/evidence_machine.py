@@ -11,6 +11,7 @@ import time
 from typing import Any, Dict, List, Optional
 
 from . import processes
+from .rundir import open_file
 from .tmux import search_path
 
 _KERNEL = re.compile(
@@ -66,7 +67,7 @@ def elastic_errors(run_dir: str) -> List[Dict[str, Any]]:
 
 def _elastic_error(path: str) -> Optional[Dict[str, Any]]:
     try:
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             record = json.loads(f.read(1 << 20).decode("utf-8", "replace"))
     except (OSError, ValueError):
         return None

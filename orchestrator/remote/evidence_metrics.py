@@ -8,6 +8,8 @@ import os
 import statistics
 from typing import Any, Dict, List, Optional
 
+from .rundir import open_file
+
 HEAD, TAIL = 256 << 10, 1 << 20
 _RECENT, _EARLY = 20, 20
 
@@ -82,7 +84,7 @@ def last_lines(path: str, most: int) -> List[Dict[str, Any]]:
 def _ends(path: str) -> Any:
     """(lines of the file's beginning, lines of its end, whether the end is all of it)."""
     try:
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             size = os.fstat(f.fileno()).st_size
             if size <= HEAD + TAIL:
                 return [], f.read().split(b"\n"), True

@@ -18,7 +18,7 @@ from typing import Any, Dict, List, Optional
 
 from . import processes
 from .derive import Standing
-from .rundir import RunDir, find
+from .rundir import RunDir, find, open_file
 from .tmux import search_path
 
 _MOST = 200 << 10
@@ -93,9 +93,12 @@ def _own_dumps(run: RunDir, pids: List[int]) -> str:
         if now == size and now > before:
             break
         size = now
-    with open(run.console, "rb") as f:
-        f.seek(before)
-        return f.read(_MOST).decode("utf-8", "replace")
+    try:
+        with open_file(run.console) as f:
+            f.seek(before)
+            return f.read(_MOST).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _catches(pid: int, signum: int) -> bool:

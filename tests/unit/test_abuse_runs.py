@@ -213,3 +213,15 @@ def test_files_that_are_none_are_not_waited_for(tmp_path):
     shown = orch(tmp_path, "status", "--all").stdout
     assert shown.count(b"odd-") >= 4 and b"state.json: not a regular file" in shown
     assert orch(tmp_path, "logs", "odd-2").stdout == b""
+
+
+def test_a_diagnosis_waits_for_no_file_that_is_none(tmp_path):
+    names = ("console.log", "metrics.jsonl", "gpu.jsonl", "events.jsonl", "recipe.yaml", "trainer.yaml", "launch.json")
+    record = {"code": 1, "signal": None, "at": 1.0, "reason": "exit 1"}
+    run = write(tmp_path, {**GOOD, "run": "odd-0", "phase": "failed", "exit": record})
+    for name in (*names, "error.json"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    said = json.loads(orch(tmp_path, "diagnose", "odd-0", "--json").stdout)
+    assert said["cause"] == "unknown", said
+    assert "the log could not be read: console.log: not a regular file" in said["notes"]
