@@ -47,6 +47,12 @@ def _python_range(text: str) -> str:
     return f"=={text}" if version.count(".") >= 2 else f"=={text}.*"
 
 
+def _cause(name: str) -> str:
+    if name in ("healthy", "unknown"):
+        raise ValueError("what a diagnosis says where there is no cause")
+    return name
+
+
 def _torch_version(text: str) -> str:
     _version_or_range(text)
     return text
@@ -208,7 +214,8 @@ class Rule(_Model):
     cause: Annotated[
         str,
         _whole(r"[a-z0-9][a-z0-9-]{0,39}"),
-        Expect("a name of lower-case letters, digits and -", "cause: NAME"),
+        AfterValidator(_cause),
+        Expect("a name of lower-case letters, digits and -, and neither healthy nor unknown", "cause: NAME"),
     ]
     title: Text = ""
     advice: Text = ""

@@ -14,7 +14,7 @@ from orchestrator.config.problems import in_order, validate
 from orchestrator.config.project import user_dir
 from orchestrator.config.yaml_source import Document, read_yaml
 from orchestrator.diagnosis.catalogue import BY_ID, CAUSES
-from orchestrator.diagnosis.model import HEALTHY, UNKNOWN, Cause, Pattern
+from orchestrator.diagnosis.model import Cause, Pattern
 from orchestrator.errors import ConfigError
 
 PRECEDENCE = 100  # whoever writes a rule means it
@@ -50,9 +50,6 @@ def check(document: Document) -> list[Rule]:
     found, wrong = validate(_Rules, document)
     rules = found.rules if found is not None else []
     problems += wrong
-    for index, rule in enumerate(rules):
-        if rule.cause in (HEALTHY, UNKNOWN):
-            problems.append(f"{document.where(('rules', index, 'cause'))}: rules[{index}].cause: that name is taken")
     if problems:
         raise ConfigError(in_order(problems))
     return rules

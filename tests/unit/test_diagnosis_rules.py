@@ -53,8 +53,9 @@ def test_mistakes_in_rules_are_told_with_their_lines(tmp_path):
         user_rules.from_file(path)
     assert "rules.yaml:2: rules[0].pattern must be a regular expression" in caught.value.message
     assert "rules.yaml:4: rules[1].pattern must be a regular expression with three or more" in caught.value.message
+    assert "rules.yaml:5: rules[1].cause must be a name" in caught.value.message
     path.write_text("rules:\n  - pattern: 'words'\n    cause: healthy\n")
-    with pytest.raises(ConfigError, match=r"rules.yaml:3: rules\[0\].cause: that name is taken"):
+    with pytest.raises(ConfigError, match=r"rules.yaml:3: rules\[0\].cause must .* neither healthy nor unknown"):
         user_rules.from_file(path)
 
 

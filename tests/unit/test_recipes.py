@@ -141,6 +141,17 @@ ALL = (
 )
 
 
+@pytest.mark.parametrize("cause", ["healthy", "unknown"])
+def test_a_rule_names_no_verdict_as_its_cause(project_dir, cause):
+    content = "environment: demo\nrules:\n  - pattern: 'some words'\n    cause: flux\n"
+    content += f"  - pattern: 'other words'\n    cause: {cause}\n"
+    (said,) = problems(content)
+    assert said == (
+        "recipes/r.yaml:6: rules[1].cause must be a name of lower-case letters, digits and -, "
+        f'and neither healthy nor unknown, not "{cause}"'
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
