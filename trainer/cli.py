@@ -59,9 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, config: Config, run_dir: Path, metrics_path: Path, began: float) -> int:
-    # Threads that spin while they wait stop each other on a busy machine: a step then takes ten times as long.
-    # Read by OpenMP when torch is imported, which takes seconds; hence here and not at the top.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Waiting threads spin, by default for so long that on a busy machine they stop each other and a step takes ten
+    # times as long; asleep at once, they wake too late. OpenMP reads this when torch is imported, which takes
+    # seconds; hence here and not at the top.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if options.command == "train":
         from trainer.loop import train
 
