@@ -21,10 +21,10 @@ app = typer.Typer(
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[RUN]", help="A run's id, a unique beginning of it, or a recipe (its latest run)."),
+    typer.Argument(metavar="RUN", help="A run's id, a unique beginning of it, or a recipe (its latest run)."),
 ]
 OneRunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="As for status; the latest run when left out.")
+    str | None, typer.Argument(metavar="RUN", help="As for status; the latest run when left out.")
 ]
 PlaceOption = Annotated[
     str | None,
@@ -178,8 +178,8 @@ app.add_typer(env_app)
 
 @app.command("rollback-env")
 def rollback_env(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="The latest launch's when left out.")] = None,
-    place: Annotated[str | None, typer.Argument(metavar="[PLACE]", help="HOST or HOST/CONTAINER.")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="The latest launch's when left out.")] = None,
+    place: Annotated[str | None, typer.Argument(metavar="PLACE", help="HOST or HOST/CONTAINER.")] = None,
     to: Annotated[
         int | None, typer.Option("--to", metavar="GENERATION", help="Not the last good one, but this.")
     ] = None,

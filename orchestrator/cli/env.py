@@ -13,7 +13,7 @@ env_app = typer.Typer(
     help="Environments at places, and the generations of recipes.",
 )
 
-PlaceArgument = Annotated[str | None, typer.Argument(metavar="[PLACE]", help="HOST or HOST/CONTAINER.")]
+PlaceArgument = Annotated[str | None, typer.Argument(metavar="PLACE", help="HOST or HOST/CONTAINER.")]
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ExplainOption = Annotated[
