@@ -127,7 +127,8 @@ def _claim(facts: Facts, one: Trouble, strength: int, confidence: Confidence) ->
     if one.match is None and one.trace is not None and one.trace.raised:
         offset = one.trace.raised[-1].offset
     place = f"{facts.log.name}:{line}" if line else f"{facts.log.name} at byte {offset}"
-    seen = [Evidence("log", place, text[:2000], offset, line, one.rank), *one.witnesses]
+    rank = one.rank if one.rank is not None or cause.id != "rank-died" else rank_first(facts)
+    seen = [Evidence("log", place, text[:2000], offset, line, rank), *one.witnesses]
     if cause.id == "dense-attention-oom":
         seen += _arithmetic(facts, one, seen)
     if facts.exit is not None and facts.exit.code != 0:
@@ -212,6 +213,8 @@ def _verdict(facts: Facts, best: Claim, claims: Sequence[Claim], warnings: Seque
     trace = best.traceback
     if trace is None and facts.log.tracebacks and best.cause.theme not in ("place", "training"):
         trace = facts.log.tracebacks[-1].text if best.cause.id not in _WITHOUT_TRACEBACK else None
+    if best.cause.id == "rank-died" and "ChildFailedError" in (trace or ""):
+        trace = None  # the launcher's own
     seen = tuple(dict.fromkeys(best.evidence))
     independent = {item.witness for item in seen} - {"exit record"}
     confidence: Confidence = "high" if len(independent) > 1 and best.confidence == "medium" else best.confidence

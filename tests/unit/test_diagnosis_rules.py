@@ -134,6 +134,19 @@ def test_the_first_rank_by_its_error_file(of_text):
     assert of_text(text, **ended(1), elastic=files[:1]).cause == "uncaught-exception"
 
 
+def test_a_rank_without_a_message_is_told_by_the_launcher_s_summary(of_text):
+    said = of_text(
+        "E1130 18:27:45.017000 517 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) "
+        "local_rank: 1 (pid: 522) of binary: python\nTraceback (most recent call last):\n"
+        '  File "torch/distributed/launcher/api.py", line 383, in launch_agent\n    raise ChildFailedError(\n'
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+        "=====\nt.py FAILED\n-----\nFailures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 521)\n"
+        "-----\nRoot Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n=====\n",
+        **ended(1),
+    )
+    assert (said.cause, said.evidence[0].rank, said.traceback) == ("rank-died", 1, None)
+
+
 def test_an_xid_after_the_end_is_teardown(of_text):
     text = "RuntimeError: CUDA error: unspecified launch failure\n"
     lost = "NVRM: Xid (PCI:0000:41:00): 79, GPU has fallen off the bus."
