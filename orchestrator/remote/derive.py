@@ -72,7 +72,7 @@ class Standing:
         who = "its runner (pid %s)" % runner.get("pid")
         now = processes.identity(1)
         if runner.get("boot_id") and now["boot_id"] and runner["boot_id"] != now["boot_id"]:
-            return LOST, "the container or its machine was restarted (another boot id), %s went with it" % who
+            return LOST, "%s was restarted (another boot id), %s went with it" % (_restarted(state), who)
         if runner.get("init_ticks") and now["start_ticks"] and runner["init_ticks"] != now["start_ticks"]:
             return LOST, "the container was restarted, %s went with it" % who
         self.alive = processes.describe(processes.of_run(self.run.run, self.run.real, snapshot=self._snapshot()))
@@ -90,6 +90,15 @@ class Standing:
             "lock": self.lock,
             "alive": self.alive,
         }
+
+
+def _restarted(state: State) -> str:
+    """What has another boot id than the run: LXC gives a container one at each of its starts, so that only when the
+    kernel itself began tells the two apart."""
+    began, kernel = state.get("started") or state.get("created"), processes.kernel_began()
+    if kernel is None or not isinstance(began, (int, float)):
+        return "the container or its machine"
+    return "the machine" if kernel > began else "the container"
 
 
 def once() -> Callable[[], processes.Snapshot]:

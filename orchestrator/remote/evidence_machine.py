@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from typing import Any, Dict, List, Optional
 
 from . import processes
@@ -23,7 +22,7 @@ _BOUND = 2.0
 
 def kernel_log() -> Dict[str, Any]:
     """`{"lines", "boot", "why"}`: those of dmesg that a diagnosis knows, and when its clock began."""
-    boot = _boot()
+    boot = processes.kernel_began()
     try:
         done = subprocess.run(
             ["dmesg"],
@@ -40,15 +39,6 @@ def kernel_log() -> Dict[str, Any]:
     found = [line.decode("utf-8", "replace") for line in done.stdout.splitlines() if _KERNEL.search(line)]
     why = done.stderr.decode("utf-8", "replace").strip()[:200] if done.returncode else None
     return {"lines": found[-_MOST:], "boot": boot, "why": why}
-
-
-def _boot() -> Optional[float]:
-    """When the kernel started, by Unix time; not the container's start, which lxcfs puts in its place."""
-    try:
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    except (AttributeError, OSError):
-        up = processes.uptime()
-        return None if up is None else time.time() - up
 
 
 def elastic_errors(run_dir: str) -> List[Dict[str, Any]]:

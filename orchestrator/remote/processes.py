@@ -45,6 +45,15 @@ def uptime() -> Optional[float]:
         return None
 
 
+def kernel_began() -> Optional[float]:
+    """When the kernel started, by Unix time; not the container's start, which lxcfs puts in its place."""
+    try:
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (AttributeError, OSError):
+        up = uptime()
+        return None if up is None else time.time() - up
+
+
 def stat(pid: int) -> Optional[Stat]:
     """The process of that pid, zombies too; None if there is none, or no /proc."""
     try:

@@ -122,6 +122,9 @@ def test_lost_for_three_reasons(tmp_path: Path) -> None:
     assert standing.why == f"its runner (pid {1 << 30}) is gone without an exit record, and so is all of the run"
     run.write_state({"run": run.run, "phase": "training", "runner": {**dead, "boot_id": "another"}})
     assert (Standing(run).why or "").startswith("the container or its machine was restarted")
+    for began, what in ((1.0, "the machine"), (time.time(), "the container")):
+        run.write_state({"run": run.run, "phase": "training", "started": began, "runner": {**dead, "boot_id": "x"}})
+        assert (Standing(run).why or "").startswith(f"{what} was restarted (another boot id)")
     run.write_state({"run": run.run, "phase": "training", "runner": {**dead, "init_ticks": 999999999}})
     assert (Standing(run).why or "").startswith("the container was restarted")
 
