@@ -42,9 +42,24 @@ def require() -> None:
     if not lacking:
         return
     text = f"the lab needs {', '.join(lacking)}"
-    if os.environ.get("CI") or os.environ.get("ORCH_REQUIRE_LAB") == "1":
+    if required():
         pytest.fail(text)
     pytest.skip(text)
+
+
+def required() -> bool:
+    """Whether the lab's tests have to run here."""
+    return bool(os.environ.get("CI")) or os.environ.get("ORCH_REQUIRE_LAB") == "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Where the lab's tests have to run, one that was skipped has failed, whatever its reason."""
+    report = yield
+    if report.skipped and required():
+        report.outcome = "failed"
+        report.longrepr = f"a lab test was skipped: {report.longrepr}"
+    return report
 
 
 @dataclass

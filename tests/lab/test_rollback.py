@@ -191,10 +191,9 @@ def latest_code(station, place):
     return listed(station, place)["generations"][-1]["code"]["digest"]
 
 
+@pytest.mark.parametrize("place", ["local"])  # read through the file system of this machine
 def test_the_pin_is_never_missing_or_mixed(workstation, place, tmp_path):
     """Somebody reads it all the time while it goes back and forth between two generations."""
-    if place != "local":
-        pytest.skip("read through the file system of this machine")
     edited(workstation, "launch", "work")
     lock(workstation, "2.0")
     edited(workstation, "launch", "work", code=1)
@@ -223,10 +222,9 @@ def test_the_pin_is_never_missing_or_mixed(workstation, place, tmp_path):
     assert not wrong and seen == {1, 2}
 
 
+@pytest.mark.parametrize("place", ["pve/200"])
 def test_two_launches_at_once_build_once(make_workstation, lab, workstation, place, tmp_path):
     """Two recipes that need the same missing environment: one builds it, the other waits, and both run in it."""
-    if place == "local":
-        pytest.skip("both ways are the same")
     for name in ("one", "two"):
         command = ["{python}", "-c", "import tiny; print(tiny.__file__)"]
         workstation.recipe(name, environment="tiny", place=place, command=command, metrics=False)
