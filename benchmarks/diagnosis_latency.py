@@ -20,9 +20,9 @@ import yaml
 TRAINER = "import time; print('step 1', flush=True); time.sleep(1.5); print('died', time.time(), flush=True); {}['x']"
 
 
-def once(place: str, number: int) -> float:
+def once(place: str, environment: str, number: int) -> float:
     name = f"latency-{number}"
-    recipe = {"environment": "tiny", "command": ["{python}", "-u", "-c", TRAINER], "metrics": False}
+    recipe = {"environment": environment, "command": ["{python}", "-u", "-c", TRAINER], "metrics": False}
     Path("recipes").mkdir(exist_ok=True)
     Path(f"recipes/{name}.yaml").write_text(yaml.safe_dump(recipe))
     argv = [sys.executable, "-u", "-c", "from orchestrator.cli import main; main()", "launch", name, "--place", place]
@@ -46,8 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("times", type=int, nargs="?", default=7)
     parser.add_argument("--place", default="local")
+    parser.add_argument("--environment", default="demo")
     asked = parser.parse_args()
-    took = [once(asked.place, number) for number in range(asked.times)]
+    took = [once(asked.place, asked.environment, number) for number in range(asked.times)]
     print(f"{asked.times} launches at {asked.place}: median {statistics.median(took):.2f} s, most {max(took):.2f} s")
 
 
