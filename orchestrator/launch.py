@@ -7,6 +7,7 @@ environment and the code that lie there, the runner that holds the run's lock.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping
@@ -263,8 +264,7 @@ def carry_out(launch: Launch) -> None:
 
 
 def snapshot_arguments(snapshot: Snapshot) -> dict[str, Any]:
-    import hashlib
-
+    """What `put` is told of a snapshot's stream."""
     return {
         "path": snapshot.path,
         "size": len(snapshot.tar),
