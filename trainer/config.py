@@ -1,78 +1,85 @@
-"""Settings: frozen dataclasses read from one YAML file.
+"""Settings: frozen dataclasses, read from one YAML file by config_reader.py, and what must hold between them."""
 
-Every mistake of the file is reported at once, each with its line; an unknown key comes with the nearest right
-one. Relative paths are taken from the file's own directory.
-"""
-
-import dataclasses
-import difflib
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from trainer.config_reader import ConfigError, Reader, setting
 
+__all__ = ["Config", "ConfigError", "load"]
 
-class ConfigError(Exception):
-    """All mistakes of one file, a line of text each."""
-
-
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    among: tuple[str, ...] = (),
-) -> Any:
-    """A field with inclusive bounds or a choice; for a tuple they hold for each of its items."""
-    return field(default=default, metadata={"least": least, "most": most, "among": among})
+DTYPES = ("auto", "bfloat16", "float32", "float64")  # auto: bfloat16 on a GPU, float32 on a CPU
+TILE = 128  # of the block mask: rows and draft slots come in multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     path: Path  # a Hugging Face causal LM: config.json and safetensors
+    dtype: str = setting("auto", among=DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: Path  # documents, see data.py
+    paths: tuple[Path, ...]  # files or globs, see data/sources.py
     row_length: int = setting(256, least=2)
-    rows_per_step: int = setting(4, least=1)
+    rows_per_step: int = setting(4, least=1)  # over all ranks and micro-batches
+    micro_batches: int = setting(1, least=1)  # gradients of so many parts of a step are added up
+    template: dict[str, Any] = field(default_factory=dict)  # for the chat template, such as enable_thinking: false
+    broken_share: float = setting(0.01, least=0, most=1)  # of unreadable records; with more the run stops
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
     """Widths and the size of a head are the target's."""
 
-    target_layers: tuple[int, ...] = setting(least=0)  # features come from the output of these layers
     mask_token: int = setting(least=0)
-    layers: int = setting(1, least=1)
-    block_size: int = setting(4, least=2)
+    target_layers: tuple[int, ...] = setting((), least=0)  # features: outputs of these; empty: `features` of them, spread
+    features: int = setting(5, least=1)
+    layers: int = setting(5, least=1)
+    block_size: int = setting(16, least=2)
     heads: int = setting(0, least=0)  # 0: as many as the target has
     kv_heads: int = setting(0, least=0)
+    intermediate: int = setting(0, least=0)
+    sliding_window: int = setting(0, least=0)  # keys a query of a sliding layer sees, itself included; 0: no such layers
+    sliding_layers: tuple[int, ...] = setting((), least=0)  # empty: all layers, when there is a window
+    causal: bool = False  # inside a block, in full layers (JetSpec)
+    sliding_causal: bool = True  # inside a block, in sliding layers, as the serving engines have it
+    shifted: bool = False  # slot k predicts the token after its own place, so slot 0 drafts too
+    initial: Path | None = None  # begin with the weights of an exported drafter
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    anchors_per_row: int = setting(64, least=1)
-    gamma: float = setting(4.0, least=1e-3)  # slot j weighs exp(-(j - 1) / gamma)
-    # what a slot learns: the `token` of the row, or the target's whole `distribution` for its place
-    labels: str = setting("distribution", among=("token", "distribution"))
+    """The loss of a slot is a weighted sum of three; the last two compare with the target's whole distribution."""
+
+    anchors_per_row: int = setting(512, least=1)
+    cross_entropy: float = setting(1.0, least=0)
+    kl: float = setting(0.0, least=0)  # forward: KL(target || drafter)
+    tv: float = setting(0.0, least=0)  # total variation, half the L1 distance
     temperature: float = setting(1.0, least=1e-2)  # of the target's distribution
+    weights: str = setting("decay", among=("decay", "dpace"))
+    gamma: float = setting(7.0, least=1e-3)  # decay: slot j weighs exp(-(j - 1) / gamma)
+    alpha: float = setting(0.5, least=0, most=1)  # D-PACE's smoothing
+    chunk: int = setting(2048, least=1)  # rows whose logits exist at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    muon_rate: float = setting(0.01, least=0)  # matrices
-    adam_rate: float = setting(3e-3, least=0)  # everything else
+    kind: str = setting("muon", among=("muon", "adamw"))  # of matrices; everything else has AdamW
+    muon_rate: float = setting(0.01, least=0)
+    adam_rate: float = setting(6e-4, least=0)
     momentum: float = setting(0.95, least=0, most=1)
+    beta1: float = setting(0.9, least=0, most=1)
+    beta2: float = setting(0.95, least=0, most=1)
     weight_decay: float = setting(0.0, least=0)
+    schedule: str = setting("wsd", among=("wsd", "cosine"))
     warmup: float = setting(0.02, least=0, most=1)  # shares of all steps
-    decay: float = setting(0.5, least=0, most=1)
+    decay: float = setting(0.5, least=0, most=1)  # of wsd: falls linearly at the end
+    final: float = setting(0.0, least=0, most=1)  # share of the rate that is left at the end
     clip: float = setting(1.0, least=0)  # of the global gradient norm; 0 is off
+    ema: float = setting(0.0, least=0, most=1)  # of the weights, used in evaluation and export; 0 is off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    prompts: Path
+    prompts: Path | None = None
     new_tokens: int = setting(64, least=1)
     temperature: float = setting(0.7, least=1e-3)  # beside greedy decoding
     noise_seed: int = setting(0, least=0)  # of the sampling noise; not the run's, so that runs compare
@@ -92,171 +99,98 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    tensorboard: bool = False
+    wandb: str = setting("off", among=("off", "offline", "online"))
+    wandb_project: str = "orch"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     name: str
     target: TargetConfig
     data: DataConfig
     drafter: DrafterConfig
-    evaluate: EvaluateConfig
+    evaluate: EvaluateConfig = EvaluateConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
     steps: int = setting(least=1)
     seed: int = setting(0, least=0)
     device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = setting("auto", among=DTYPES)  # the drafter computes in it; master weights are float32 or wider
+    attention: str = setting("flex", among=("flex", "dense"))  # dense builds the scores: for CPUs and tests
+    activation_checkpointing: bool = False
+    spike: float = setting(4.0, least=0)  # times the median of the last losses stops the run; 0 is off
     threads: int = setting(0, least=0)  # of torch on the CPU; 0 leaves torch's own choice
     print_every: int = setting(50, least=1)  # steps
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """Read `path`, with `overrides` such as "optimizer.clip=0" laid over it. Raises ConfigError."""
-    reader = _Reader(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from None
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}:1: a configuration is a mapping of settings, beginning with `name: …`")
-    for override in overrides or []:
-        reader.override(root, override)
-    config = reader.section(Config, root, "")
+    reader = Reader(path)
+    config = reader.read(Config, overrides or [])
     if not reader.problems:
-        reader.check_together(config)
-    if reader.problems:
-        raise ConfigError("\n".join(text for _, text in sorted(reader.problems)))
+        check_together(config, reader.problem_of)
+    reader.raise_problems()
     return config
 
 
-class _Reader:
-    """Walks YAML nodes beside dataclass fields and gathers problems as (line, text)."""
+Problem = Callable[[str, str], None]  # the setting's full name, what is wrong
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.problems: list[tuple[int, str]] = []
-        self.lines: dict[str, int] = {}
 
-    def problem(self, node: yaml.Node | int, text: str) -> None:
-        line = node if isinstance(node, int) else node.start_mark.line + 1
-        where = f"{self.path}:{line}" if line else "--set"
-        self.problems.append((line, f"{where}: {text}"))
+def check_together(config: Config, problem: Problem) -> None:
+    """What no single setting shows: files that must be there, and settings that must agree."""
+    if not (config.target.path / "config.json").is_file():
+        problem("target.path", f"has no config.json: {config.target.path}")
+    for path in config.data.paths:
+        if not path.is_file() and not any(path.parent.glob(path.name)):
+            problem("data.paths", f"names no file: {path}")
+    if config.evaluate.prompts is not None and not config.evaluate.prompts.is_file():
+        problem("evaluate.prompts", f"is not a file: {config.evaluate.prompts}")
+    if config.evaluate.every and config.evaluate.prompts is None:
+        problem("evaluate.every", "needs `evaluate.prompts`")
+    if config.data.rows_per_step % config.data.micro_batches:
+        problem("data.micro_batches", f"must divide rows_per_step, {config.data.rows_per_step}")
+    drafter, loss, device = config.drafter, config.loss, config.device
+    if drafter.block_size > config.data.row_length:
+        problem("drafter.block_size", f"is larger than a row ({config.data.row_length} tokens)")
+    if len(set(drafter.target_layers)) != len(drafter.target_layers):
+        problem("drafter.target_layers", "names a layer twice")
+    if drafter.sliding_layers and max(drafter.sliding_layers) >= drafter.layers:
+        problem("drafter.sliding_layers", f"goes beyond the drafter's last layer, {drafter.layers - 1}")
+    if drafter.sliding_layers and not drafter.sliding_window:
+        problem("drafter.sliding_layers", "needs `drafter.sliding_window`")
+    if 0 < drafter.sliding_window < drafter.block_size:
+        problem("drafter.sliding_window", f"must be at least a block, {drafter.block_size}")
+    if not (loss.cross_entropy or loss.kl or loss.tv):
+        problem("loss.cross_entropy", "is 0, and so are kl and tv: there is nothing to learn")
+    if loss.chunk < drafter.block_size:
+        problem("loss.chunk", f"must hold a block, {drafter.block_size} rows")
+    if config.attention == "flex":
+        if config.data.row_length % TILE:
+            longer = -(-config.data.row_length // TILE) * TILE
+            problem("data.row_length", f"must be a multiple of {TILE} for flex attention, such as {longer}")
+        if device == "cpu":
+            problem("device", "cpu has no backward of flex attention; set `attention: dense`")
+    if device not in ("auto", "cpu", "cuda") and not (device.startswith("cuda:") and device[5:].isdigit()):
+        problem("device", f"must be auto, cpu, cuda or cuda:N, not `{device}`")
+    _check_target(config, problem)
 
-    def override(self, root: yaml.MappingNode, text: str) -> None:
-        name, equals, value = text.partition("=")
-        if not equals:
-            return self.problem(0, f"{text}: expected KEY=VALUE")
-        mark = yaml.Mark("--set", 0, -1, 0, None, None)  # line -1 makes line 0, which problem() knows
-        try:
-            leaf = yaml.compose(value, Loader=yaml.SafeLoader)
-        except yaml.YAMLError:
-            leaf = None
-        if leaf is None:
-            return self.problem(0, f"{text}: the value is not YAML")
-        for node in [leaf, *(leaf.value if isinstance(leaf, yaml.SequenceNode) else [])]:
-            node.start_mark = mark
-        *parents, last = name.split(".")
-        node = root
-        for part in parents:
-            below = next((v for k, v in node.value if k.value == part), None)
-            if below is None:
-                below = yaml.MappingNode("tag:yaml.org,2002:map", [], mark, mark)
-                node.value.append((yaml.ScalarNode("tag:yaml.org,2002:str", part, mark, mark), below))
-            if not isinstance(below, yaml.MappingNode):
-                return self.problem(0, f"{name}: {part} has no settings below it")
-            node = below
-        node.value = [(k, v) for k, v in node.value if k.value != last]
-        node.value.append((yaml.ScalarNode("tag:yaml.org,2002:str", last, mark, mark), leaf))
-        return None
 
-    def section(self, kind: type, node: yaml.Node, prefix: str) -> Any:
-        if not isinstance(node, yaml.MappingNode):
-            return self.problem(node, f"{prefix.rstrip('.')}: expected settings below it, one a line")
-        fields = {item.name: item for item in dataclasses.fields(kind)}
-        values: dict[str, Any] = {}
-        for key, value in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else "?"
-            if name not in fields:
-                near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-                hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(fields)}"
-                self.problem(key, f"unknown setting `{prefix}{name}`: {hint}")
-            elif name in values:
-                self.problem(key, f"`{prefix}{name}` is set twice; first on line {self.lines[prefix + name]}")
-            else:
-                self.lines[prefix + name] = key.start_mark.line + 1
-                values[name] = self.value(fields[name], value, prefix + name)
-        for name, item in fields.items():
-            if name not in values and item.default is dataclasses.MISSING:
-                self.problem(node, f"`{prefix}{name}` is missing")
-        return kind(**values) if not self.problems else None
-
-    def value(self, item: dataclasses.Field, node: yaml.Node, name: str) -> Any:
-        kind = item.type
-        if dataclasses.is_dataclass(kind):
-            return self.section(kind, node, f"{name}.")
-        if kind == tuple[int, ...]:
-            if not isinstance(node, yaml.SequenceNode) or not node.value:
-                return self.problem(node, f"`{name}` must be a list of whole numbers, such as [1, 3, 4]")
-            return tuple(self.scalar(int, each, name, item.metadata) for each in node.value)
-        return self.scalar(kind, node, name, item.metadata)
-
-    def scalar(self, kind: type, node: yaml.Node, name: str, bounds: Any) -> Any:
-        wanted = {int: "a whole number", float: "a number", str: "text", Path: "a path"}[kind]
-        if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
-            return self.problem(node, f"`{name}` must be {wanted}")
-        if kind is Path:
-            return (self.path.parent / Path(node.value).expanduser()).resolve()
-        try:
-            value = kind(node.value)  # the text itself: YAML reads 1e-2 as text, and 010 as 8
-        except ValueError:
-            return self.problem(node, f"`{name}` must be {wanted}, not `{node.value}`")
-        if isinstance(value, float) and not math.isfinite(value):
-            return self.problem(node, f"`{name}` must be a finite number, not `{node.value}`")
-        least, most, among = bounds.get("least"), bounds.get("most"), bounds.get("among")
-        if among and value not in among:
-            return self.problem(node, f"`{name}` must be one of {', '.join(among)}, not `{value}`")
-        if least is not None and value < least:
-            return self.problem(node, f"`{name}` must be at least {least:g}, not {node.value}")
-        if most is not None and value > most:
-            return self.problem(node, f"`{name}` must be at most {most:g}, not {node.value}")
-        return value
-
-    def check_together(self, config: Config) -> None:
-        """What no single setting shows: files that must be there, and settings that must agree."""
-
-        def problem(name: str, text: str) -> None:
-            self.problem(self.lines.get(name, 1), f"`{name}` {text}")
-
-        if not (config.target.path / "config.json").is_file():
-            problem("target.path", f"has no config.json: {config.target.path}")
-        for name, path in (("data.path", config.data.path), ("evaluate.prompts", config.evaluate.prompts)):
-            if not path.is_file():
-                problem(name, f"is not a file: {path}")
-        if config.drafter.block_size > config.data.row_length:
-            problem("drafter.block_size", f"is larger than a row ({config.data.row_length} tokens)")
-        if len(set(config.drafter.target_layers)) != len(config.drafter.target_layers):
-            problem("drafter.target_layers", "names a layer twice")
-        self.check_target(config, problem)
-        device = config.device
-        if device not in ("auto", "cpu", "cuda") and not (device.startswith("cuda:") and device[5:].isdigit()):
-            problem("device", f"must be auto, cpu, cuda or cuda:N, not `{device}`")
-
-    def check_target(self, config: Config, problem: Callable[[str, str], None]) -> None:
-        try:
-            target = json.loads((config.target.path / "config.json").read_text(encoding="utf-8"))
-            layers, vocabulary = int(target["num_hidden_layers"]), int(target["vocab_size"])
-        except OSError:
-            return  # reported already
-        except (ValueError, KeyError, TypeError):
-            return problem("target.path", "has a config.json without num_hidden_layers and vocab_size")
-        heads = config.drafter.heads or target.get("num_attention_heads", 1)
-        if heads % (config.drafter.kv_heads or target.get("num_key_value_heads", 1)):
-            problem("drafter.kv_heads", f"must divide the number of heads, {heads}")
-        if max(config.drafter.target_layers) >= layers:
-            problem("drafter.target_layers", f"goes beyond the target's last layer, {layers - 1}")
-        if config.drafter.mask_token >= vocabulary:
-            problem("drafter.mask_token", f"is outside the target's vocabulary of {vocabulary}")
+def _check_target(config: Config, problem: Problem) -> None:
+    try:
+        target = json.loads((config.target.path / "config.json").read_text(encoding="utf-8"))
+        layers, vocabulary = int(target["num_hidden_layers"]), int(target["vocab_size"])
+    except OSError:
+        return  # reported already
+    except (ValueError, KeyError, TypeError):
+        return problem("target.path", "has a config.json without num_hidden_layers and vocab_size")
+    heads = config.drafter.heads or target.get("num_attention_heads", 1)
+    if heads % (config.drafter.kv_heads or target.get("num_key_value_heads", 1)):
+        problem("drafter.kv_heads", f"must divide the number of heads, {heads}")
+    if config.drafter.target_layers and max(config.drafter.target_layers) >= layers:
+        problem("drafter.target_layers", f"goes beyond the target's last layer, {layers - 1}")
+    if config.drafter.mask_token >= vocabulary:
+        problem("drafter.mask_token", f"is outside the target's vocabulary of {vocabulary}")
