@@ -1,60 +1,103 @@
-"""What a block is trained for: slot j of the block anchored at `a` predicts token a + j, for j = 1 … B-1.
+"""The loss of a supervised slot, its weight, and the plain head pass that head.py's chunked one is held equal to.
 
-Slot 0 holds the known token and is not supervised. Slot j weighs exp(-(j - 1) / gamma), since a draft counts only if
-all before it were right, and nothing if token a + j is not generated text of the anchor's document.
+q is the drafter's distribution for a slot (temperature 1), p the target's, softmax(target logits / temperature): at a
+temperature other than 1 the drafter learns the tempered distribution itself. The loss of a slot is a mixture of
+
+    cross entropy  -log q(label)
+    forward KL     KL(p || q) = sum_v p_v (log p_v - log q_v)
+    TV             sum_v |q_v - p_v| / 2
+
+and that of a batch the sum of weight * loss over its slots. A draft counts only if all before it in its block were
+right, hence the weights: a decay made with the batch, or D-PACE, which follows the drafter's own probabilities.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.data import Rows
-from trainer.metrics import Metrics
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is learned: the mixture of losses, and how slots are weighted."""
+
+    cross_entropy: float = 1.0
+    kl: float = 0.0
+    tv: float = 0.0
+    temperature: float = 1.0  # of the target's distribution
+    weights: str = "decay"  # or "dpace"
+    alpha: float = 0.5  # D-PACE's smoothing
+
+    @property
+    def distils(self) -> bool:
+        """Whether the target's distribution is needed."""
+        return bool(self.kl or self.tv)
 
 
-def labels_and_weights(rows: Rows, anchors: Tensor, keep: Tensor, *, block: int, gamma: float) -> tuple[Tensor, Tensor]:
-    """anchors and keep [R, N] -> labels [R, N, B-1] int64 and weights [R, N, B-1]."""
-    length = rows.tokens.shape[1]
-    slot = torch.arange(1, block, device=anchors.device)
-    index = anchors[..., None] + slot  # [R, N, B-1]
-    inside = index.clamp(max=length - 1).flatten(1)
-    labels = rows.tokens.gather(1, inside).view(index.shape)
-    generated = rows.generated.gather(1, inside).view(index.shape)
-    counts = keep[..., None] & (index < rows.end.gather(1, anchors)[..., None]) & generated
-    return labels, counts * torch.exp(-(slot - 1) / gamma)
+@dataclass(frozen=True, kw_only=True)
+class HeadResult:
+    """What the head says of the M supervised entries of a batch. Entries of weight 0 are padding: 0 in all of it."""
+
+    total: Tensor  # scalar, differentiable with respect to hidden: sum of weight * loss, not normalised
+    weight: Tensor  # scalar: sum of the weights used
+    nll: Tensor  # [M] -log q(label)
+    rank: (
+        Tensor  # [M] int32: how many logits exceed the label's; 0 is a hit of the greedy draft, < k one among the top k
+    )
 
 
-def teacher(hidden: Tensor, head: Tensor, anchors: Tensor, *, block: int, temperature: float) -> Tensor:
-    """The target's distribution for every supervised slot, which it forms one token earlier, at a + j - 1.
+def dpace_weights(nll: Tensor, counted: Tensor, block: Tensor, position: Tensor, *, alpha: float) -> Tensor:
+    """D-PACE (arXiv 2605.18810): a slot weighs as much as the expected acceptance that depends on it.
 
-    hidden [R, S, H] (after the final norm), head [V, H], anchors [R, N] -> probabilities [R, N, B-1, V].
+    With q_i the probability of a slot's label, s_i = (1 - alpha) q_i + alpha and C_j = prod_{i <= j} s_i, the weight is
+    w_j = sum_{m >= j} C_m. i, j, m run over the counted slots of one block in order of position: one that is not
+    counted stands for a factor of 1 and has no term, and weighs 0.
+
+    nll [n] of the labels, counted [n] bool, block and position [n] int64 -> [n], without gradient. Compares all pairs,
+    n * n of them, so it is meant for the entries of one chunk; each block must be there whole.
     """
-    index = anchors[..., None] + torch.arange(block - 1, device=anchors.device)
-    index = index.clamp(max=hidden.shape[1] - 1)
-    chosen = hidden.gather(1, index.flatten(1)[..., None].expand(-1, -1, hidden.shape[2]))
-    return ((chosen @ head.T).float() / temperature).softmax(-1).unflatten(1, index.shape[1:])
+    smoothed = (1 - alpha) * (-nll.detach()).exp() + alpha
+    together = (block[:, None] == block) & counted
+    survival = torch.where(together & (position <= position[:, None]), smoothed, 1.0).prod(1)
+    weight = torch.where(together & (position >= position[:, None]), survival, 0.0).sum(1)
+    return torch.where(counted, weight, 0.0)
 
 
-def block_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, distribution: Tensor | None = None
-) -> tuple[Tensor, Metrics]:
-    """Weighted cross entropy, summed; divide by the weight of the whole (global) batch. Against `distribution`
-    [R, N, B-1, V] if there is one, else against the labels.
-
-    hidden [R, N, B, H], head [V, H], labels and weights [R, N, B-1] -> sum, and metrics as (numerator, denominator).
-    """
-    logits = (hidden[:, :, 1:] @ head.T).float()
-    wanted = labels.flatten() if distribution is None else distribution.flatten(0, 2)
-    nll = F.cross_entropy(logits.flatten(0, 2), wanted, reduction="none").view_as(labels)
-    total = (weights * nll).sum()
-    with torch.no_grad():
-        counts = weights > 0
-        right = (logits.argmax(-1) == labels) & counts
-        leading = right.long().cumprod(-1).sum(-1)  # [R, N]
-        blocks = counts[..., 0]
-        metrics = {
-            "loss": (total.item(), weights.sum().item()),
-            "first_slot_accuracy": (right[..., 0].sum().item(), blocks.sum().item()),
-            "accepted_in_training": ((leading + blocks)[blocks].sum().item(), blocks.sum().item()),
-        }
-    return total, metrics
+def plain_head_pass(
+    hidden: Tensor,
+    head: Tensor,
+    *,
+    label: Tensor,
+    weight: Tensor,
+    block: Tensor,
+    position: Tensor,
+    chunk: int,
+    objective: Objective,
+    teacher: Tensor | None = None,
+    source: Tensor | None = None,
+) -> HeadResult:
+    """head.head_pass by autograd on whole [M, V] logits; arguments and result are the same, `chunk` changes nothing."""
+    counted = weight > 0
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    hidden = torch.where(counted[:, None], hidden, 0.0)  # zeros, not masked losses: 0 * inf would leave NaN gradients
+    logits = (hidden @ head.T.to(hidden.dtype)).to(wide)
+    nll = F.cross_entropy(logits, label, reduction="none")
+    rank = (logits > logits.gather(1, label[:, None])).sum(1, dtype=torch.int32)
+    used = weight.to(wide)
+    if objective.weights == "dpace":
+        used = dpace_weights(nll, counted, block, position, alpha=objective.alpha)
+    loss = objective.cross_entropy * nll
+    if objective.distils:
+        if teacher is None or source is None:
+            raise ValueError("the objective compares with the target's distribution: pass teacher and source")
+        wanted = (teacher.detach()[source] @ head.T.to(teacher.dtype)).to(wide) / objective.temperature
+        log_q, log_p = logits.log_softmax(1), wanted.log_softmax(1)
+        loss = loss + objective.kl * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
+        loss = loss + objective.tv * 0.5 * (log_q.exp() - log_p.exp()).abs().sum(1)
+    return HeadResult(
+        total=torch.where(counted, used * loss, 0.0).sum(),
+        weight=used.sum(),
+        nll=torch.where(counted, nll, 0.0).detach(),
+        rank=torch.where(counted, rank, 0),
+    )
