@@ -1,26 +1,37 @@
 """Checkpoints: a directory a step, complete or not there at all.
 
-step-000200/drafter.safetensors   weights, under the names of published DFlash drafters
-            optimizer.pt          momenta
-            state.json            step, settings that fix the shapes, the evaluation made at the start
+step-000200/__0_0.distcp, .metadata   all tensors, as torch.distributed.checkpoint lays them out: `model.*` (float32
+                                      masters), `average.*`, `momentum.*`, `adam.*`; any number of devices reads them
+            state.json                step, settings that fix the shapes, recent losses, the evaluation at the start
+
+There is no random state to keep: the order of the data, the anchors and the sampling noise are functions of the seed
+and the step alone, so the step is the whole position, and resuming reads from the right place at once.
+
+A save copies the tensors off the device and returns; a thread writes them. One save is under way at a time.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
-from dataclasses import dataclass
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from trainer.config import Config
 from trainer.drafter import Drafter
 from trainer.errors import TrainerError
 from trainer.optimizer import Optimizer
+
+MARGIN = 64 << 20  # bytes that stay free beside a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,33 +39,93 @@ class State:
     step: int  # steps done
     settings: dict[str, Any]
     seconds: float  # spent training, over all attempts
-    start: dict[str, Any]  # the evaluation before training
+    start: dict[str, Any] = field(default_factory=dict)  # the evaluation before training
+    losses: list[float] = field(default_factory=list)  # of the last steps, against which a spike is seen
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What a checkpoint must agree on with the configuration that continues or evaluates it."""
-    drafter = dataclasses.asdict(config.drafter)
-    return json.loads(json.dumps({**drafter, "seed": config.seed, "steps": config.steps}))
+    drafter = {name: value for name, value in dataclasses.asdict(config.drafter).items() if name != "initial"}
+    optimizer = {"optimizer": config.optimizer.kind, "ema": config.optimizer.ema > 0}
+    return json.loads(json.dumps({**drafter, **optimizer, "seed": config.seed, "steps": config.steps}))
 
 
-def save(folder: Path, drafter: Drafter, optimizer: Optimizer, state: State, *, keep: int) -> Path:
-    final = folder / f"step-{state.step:06d}"
-    if final.exists():
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete ones, oldest first."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+class Saver:
+    """Writes checkpoints into one folder, in the background, and keeps the newest `keep` complete ones."""
+
+    def __init__(self, folder: Path, *, keep: int):
+        self.folder, self.keep = folder, keep
+        self._staged: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, optimizer: Optimizer, state: State) -> Path:
+        """Begins to write; `wait` says how it went. Raises TrainerError when the disk has no room."""
+        self.wait()
+        final = self.folder / f"step-{state.step:06d}"
+        if final.exists():
+            return final
+        tensors = optimizer.tensors()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".partial-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._make_room(sum(tensor.nbytes for tensor in tensors.values()) + MARGIN)
+        self._stage(tensors)
+        self._thread = threading.Thread(target=self._write, args=(final, state), name="checkpoint")
+        self._thread.start()
         return final
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".partial-{state.step:06d}-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    save_file(drafter.state_dict(), partial / "drafter.safetensors")
-    torch.save(optimizer.state(), partial / "optimizer.pt")
-    (partial / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
-    for path in partial.iterdir():
-        _sync(path)
-    partial.rename(final)
-    _sync(folder)
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
-    return final
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises TrainerError if the last save failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise TrainerError(f"{self.folder}: the checkpoint could not be written: {failure}") from failure
+
+    def _make_room(self, needed: int) -> None:
+        """Older checkpoints may go for a new one, but never the last complete one."""
+        while (free := shutil.disk_usage(self.folder).free) < needed:
+            old = checkpoints(self.folder)[:-1]
+            if not old:
+                raise TrainerError(
+                    f"{self.folder}: a checkpoint takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+                    "make room there, or lower checkpoint.keep"
+                )
+            shutil.rmtree(old[0])
+
+    def _stage(self, tensors: dict[str, Tensor]) -> None:
+        """Into memory that is allocated once; pinned, so that the copies of one device run together."""
+        for name, tensor in tensors.items():
+            if name not in self._staged:
+                pinned = tensor.device.type == "cuda"
+                self._staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._staged[name].copy_(tensor, non_blocking=True)
+        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            torch.cuda.synchronize()
+
+    def _write(self, final: Path, state: State) -> None:
+        partial = self.folder / f".partial-{final.name}-{os.getpid()}"
+        try:
+            partial.mkdir()
+            with _alone():
+                dcp.save(self._staged, checkpoint_id=partial, no_dist=True)
+            (partial / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
+            for path in partial.iterdir():
+                _sync(path)
+            partial.rename(final)
+            _sync(self.folder)
+            for old in checkpoints(self.folder)[: -self.keep]:
+                shutil.rmtree(old)
+        except BaseException as failure:
+            self._failure = failure
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -63,11 +134,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete ones, oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def read_state(path: Path, config: Config, *, ignore: tuple[str, ...] = ()) -> State:
@@ -86,10 +152,43 @@ def read_state(path: Path, config: Config, *, ignore: tuple[str, ...] = ()) -> S
     return state
 
 
-def load(path: Path, drafter: Drafter, optimizer: Optimizer | None = None) -> None:
+def load(path: Path, optimizer: Optimizer) -> None:
+    """Weights and all optimizer state, into what is there."""
+    _read(path, optimizer.tensors())
+    optimizer.loaded()
+
+
+def load_drafter(path: Path, drafter: Drafter) -> None:
+    """Only the weights, for evaluation and export: the moving average where there is one."""
     try:
-        drafter.load_state_dict(load_file(path / "drafter.safetensors"))
-        if optimizer is not None:
-            optimizer.load(torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu"))
-    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
-        raise TrainerError(f"{path}: cannot be loaded: {error}") from None
+        names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise TrainerError(f"{path}: not a readable checkpoint ({error})") from None
+    prefix = "average." if any(name.startswith("average.") for name in names) else "model."
+    parameters = dict(drafter.named_parameters())
+    tensors = {f"{prefix}{name}": torch.empty(p.shape, dtype=torch.float32) for name, p in parameters.items()}
+    if any(p.dtype == torch.float64 for p in parameters.values()):
+        tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    _read(path, tensors)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"{prefix}{name}"])
+
+
+def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        with _alone():
+            dcp.load(tensors, checkpoint_id=path, no_dist=not torch.distributed.is_initialized())
+    except Exception as error:  # what comes from here is of many kinds, and wrapped, with tracebacks in its text
+        failures = getattr(error, "failures", None)
+        inner = next(iter(failures.values()))[0] if failures else error
+        reason = (str(inner).strip().splitlines() or [""])[0]
+        raise TrainerError(f"{path}: cannot be loaded: {type(inner).__name__}: {reason}") from None
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One process is what we have; torch warns of it every time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

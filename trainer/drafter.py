@@ -4,24 +4,29 @@ After "DFlash: Block Diffusion for Flash Speculative Decoding" (z-lab); paramete
 checkpoints. H target width, K captured layers, d head size, B block size. Context features f [S, K*H] are fused once,
 c = RMSNorm(W_fc f), and every layer injects them as keys and values through the very projections that serve its own
 noise stream: k = RoPE(k_norm(W_k [c ; n])), v = W_v [c ; n]. The fused context does not pass the input norm. A block's
-noise stream is the target's embedding of [token, MASK, …, MASK]. There is no embedding and no head in here.
+noise stream is the target's embedding of [token, MASK, …, MASK]. There is no embedding and no head in here, so heads
+of later variants are composed with this body rather than derived from it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from trainer.attention import attend_blocks
+from trainer.block_mask import LayerKind
 
-KeysValues = list[tuple[Tensor, Tensor]]  # per layer: two [R, Hkv, S, d]
-Seen = tuple[Tensor, Tensor]  # the context each block sees [R, N, S] bool, and whether it counts at all [R, N] bool
+KeysValues = tuple[Tensor, Tensor]  # two [R, Hkv, T, d]
+Rotation = tuple[Tensor, Tensor]  # cosine and sine, two [R, 1, T, d/2]
+# (kind of the layer, query [R, Hq, T, d], context, block) -> [R, Hq, T, d]; see attention.py
+Attend = Callable[[LayerKind, Tensor, KeysValues, KeysValues], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Everything that fixes the drafter's parameters; the widths are the target's."""
+    """Everything that fixes the drafter's parameters and what they compute; the width is the target's."""
 
     hidden: int
     intermediate: int
@@ -32,57 +37,49 @@ class Shape:
     layers: int
     epsilon: float
     rope_base: float
+    kinds: tuple[LayerKind, ...] = ()  # by layer; empty: all see everything before and inside their block
 
-    @classmethod
-    def of(cls, target, *, features: int, layers: int, heads: int = 0, kv_heads: int = 0) -> "Shape":
-        """From a Hugging Face configuration. RoPE settings moved in transformers 5; a lost base goes unnoticed."""
-        rope = getattr(target, "rope_parameters", None) or {"rope_theta": target.rope_theta}
-        return cls(
-            hidden=target.hidden_size,
-            intermediate=target.intermediate_size,
-            heads=heads or target.num_attention_heads,
-            kv_heads=kv_heads or target.num_key_value_heads,
-            head_size=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
-            features=features,
-            layers=layers,
-            epsilon=target.rms_norm_eps,
-            rope_base=float(rope["rope_theta"]),
-        )
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        return self.kinds or (LayerKind(),) * self.layers
 
 
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary embedding in the half-split layout: x [R, heads, T, d], positions [R, T]."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+def rotation(positions: Tensor, shape: Shape, dtype: torch.dtype) -> Rotation:
+    """positions [R, T] -> what `rotate` multiplies with; angles are formed in float32 whatever `dtype` is."""
+    half = shape.head_size // 2
+    frequency = shape.rope_base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angle = positions[:, None, :, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotary embedding in the half-split layout: x [R, heads, T, d]."""
+    cos, sin = by
+    first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, kind: LayerKind):
         super().__init__()
-        self.shape = shape
-        d = shape.head_size
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * d, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * d, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * d, bias=False)
-        self.o_proj = nn.Linear(shape.heads * d, shape.hidden, bias=False)
-        self.q_norm = nn.RMSNorm(d, eps=shape.epsilon)
-        self.k_norm = nn.RMSNorm(d, eps=shape.epsilon)
+        self.kind, self.head_size = kind, shape.head_size
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_size, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_size, eps=shape.epsilon)
+        self.k_norm = nn.RMSNorm(shape.head_size, eps=shape.epsilon)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.shape.head_size)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, by: Rotation) -> KeysValues:
         """x [R, T, H] -> two [R, Hkv, T, d]; for context and noise alike."""
-        key = self.k_norm(self._heads(self.k_proj(x)))
-        return rotate(key, positions, self.shape.rope_base), self._heads(self.v_proj(x))
+        return rotate(self.k_norm(self._heads(self.k_proj(x))), by), self._heads(self.v_proj(x))
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], seen: Seen) -> Tensor:
-        query = rotate(self.q_norm(self._heads(self.q_proj(x))), positions, self.shape.rope_base)
-        mixed = attend_blocks(query, context, self.keys_values(x, positions), *seen)
+    def forward(self, x: Tensor, by: Rotation, context: KeysValues, attend: Attend) -> Tensor:
+        query = rotate(self.q_norm(self._heads(self.q_proj(x))), by)
+        mixed = attend(self.kind, query, context, self.keys_values(x, by))
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -98,15 +95,15 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, kind: LayerKind):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, kind)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], seen: Seen) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, context, seen)
+    def forward(self, x: Tensor, by: Rotation, context: KeysValues, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), by, context, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -116,33 +113,47 @@ class Drafter(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(shape.features * shape.hidden, shape.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Layer(shape, kind) for kind in shape.layer_kinds)
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
+        self.activation_checkpointing = False  # recompute a layer in the backward pass instead of keeping its inside
 
-    def context(self, features: Tensor, positions: Tensor) -> KeysValues:
-        """features [R, S, K*H], positions [R, S] -> the context's keys and values for every layer."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return self.shape.layer_kinds
+
+    def context(self, features: Tensor, positions: Tensor) -> list[KeysValues]:
+        """features [R, S, K*H], positions [R, S] -> the context's keys and values, one pair a layer."""
         fused = self.hidden_norm(self.fc(features))
-        return [layer.self_attn.keys_values(fused, positions) for layer in self.layers]
+        by = rotation(positions, self.shape, fused.dtype)
+        return [layer.self_attn.keys_values(fused, by) for layer in self.layers]
 
-    def forward(self, noise: Tensor, positions: Tensor, context: KeysValues, seen: Seen) -> Tensor:
-        """noise [R, N*B, H] (embedded blocks), positions [R, N*B] -> [R, N*B, H], ready for the head."""
-        x = noise
+    def forward(self, noise: Tensor, positions: Tensor, context: list[KeysValues], attend: Attend) -> Tensor:
+        """noise [R, T, H] (embedded blocks), positions [R, T] -> [R, T, H] after the final norm, ready for the head."""
+        x, by = noise, rotation(positions, self.shape, noise.dtype)
         for layer, keys_values in zip(self.layers, context, strict=True):
-            x = layer(x, positions, keys_values, seen)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, by, keys_values, attend, use_reentrant=False)
+            else:
+                x = layer(x, by, keys_values, attend)
         return self.norm(x)
 
 
-def new_drafter(shape: Shape, *, seed: int, final_norm: Tensor) -> Drafter:
-    """A fresh drafter, a pure function of the seed.
+def initialise(drafter: Drafter, *, seed: int, final_norm: Tensor) -> None:
+    """Fresh weights, a pure function of the seed.
 
-    Its final norm starts from the target's, whose head it feeds, but smaller: at full size the first guesses would
+    The final norm starts from the target's, whose head it feeds, but smaller: at full size the first guesses would
     be as bold as the target's and as good as random, and training would begin with unlearning them.
     """
     generator = torch.Generator().manual_seed(seed)
-    drafter = Drafter(shape)
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+                values = torch.empty(parameter.shape).normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+                parameter.copy_(values)
+            else:
+                parameter.fill_(1.0)
         drafter.norm.weight.copy_(0.3 * final_norm)
-    return drafter

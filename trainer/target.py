@@ -2,44 +2,104 @@
 
 A feature of layer l is the residual stream after decoder layer l, which is `hidden_states[l + 1]` of Hugging Face,
 but for the last layer: there Hugging Face returns the stream after the final norm, so hooks are used instead.
+
+Attention does not go through Hugging Face's own back ends, which build masks of [S, S] and may fall back to building
+all scores: the model is given one of our own, and what it may see comes as intervals. That it really is used, and
+that packed documents do not see each other, is checked on the loaded model (`check_isolation`).
 """
 
+import contextlib
+import copy
 import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
+from trainer import attention, block_mask
 from trainer.cache import PositionCache
 from trainer.errors import TrainerError
 
 logging.disable_progress_bar()
 
+ATTENTION = "trainer_intervals"  # our back end's name among those of Hugging Face
+# (query [R, Hq, Q, d], key, value [R, Hkv, K, d], window or 0) -> [R, Hq, Q, d]
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+_attend: ContextVar[Attend] = ContextVar("attend")
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def _attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
+) -> tuple[Tensor, None]:
+    """What Hugging Face calls in every layer; it wants the heads behind the positions."""
+    scaling, window = options.pop("scaling", None), options.pop("sliding_window", None)
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if unknown or options.get("dropout"):
+        raise TrainerError(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'dropout'}, "
+            "which is not supported; use another target"
+        )
+    natural = query.shape[-1] ** -0.5
+    if scaling is not None and scaling != natural:
+        query = query * (scaling / natural)
+    return _attend.get()(query, key, value, window or 0).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention_forward)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bf16 on a GPU; fp32 on a CPU, where bf16 logits would tie often, and a tie may break either way."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
 
 class Target:
-    """bf16 weights are computed in fp32 on a CPU: bf16 logits often tie, and a tie may break either way."""
-
-    def __init__(self, path: Path, layers: tuple[int, ...], device: torch.device):
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def __init__(
+        self,
+        path: Path,
+        layers: tuple[int, ...] | Callable[[PretrainedConfig], tuple[int, ...]],
+        device: torch.device,
+        *,
+        dtype: str = "auto",
+        dense: bool = False,
+    ):
+        """`layers` are captured; a function chooses them from the model's configuration. With `dense` the scores of
+        attention are built, under the bound of attention.py; else flex attention is used."""
+        self.device, self.dtype, self.dense = device, choose_dtype(dtype, device), dense
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=self.dtype, local_files_only=True, attn_implementation=ATTENTION
+            )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise TrainerError(f"{path}: not a loadable causal LM: {error}") from None
         self.model = model.requires_grad_(False).eval().to(device)
         self.config = model.config
-        self.layers = layers
-        self._captured: dict[int, Tensor] = {}
-        self._cache_name = (
-            "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"
-        )
-        for layer in layers:
-            model.model.layers[layer].register_forward_hook(self._capture(layer))
+        body = getattr(model, "model", None)
+        if not isinstance(getattr(body, "layers", None), nn.ModuleList) or not hasattr(body, "norm"):
+            raise TrainerError(
+                f"{path}: {type(model).__name__} has no model.layers and model.norm to take features from"
+            )
+        self.layers = layers(self.config) if callable(layers) else layers
+        self._trunk = _up_to(body, max(self.layers))
+        self._features: Tensor | None = None
+        self._cache_name = "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
+        for place, layer in enumerate(self.layers):
+            body.layers[layer].register_forward_hook(self._capture(place))
 
-    def _capture(self, layer: int):
-        def hook(_module, _inputs, output) -> None:
-            self._captured[layer] = output if isinstance(output, Tensor) else output[0]
+    def _capture(self, place: int) -> Callable:
+        def hook(_module: nn.Module, _inputs: tuple, output: Tensor | tuple) -> None:
+            stream = output if isinstance(output, Tensor) else output[0]
+            width = stream.shape[-1]
+            if self._features is None:
+                self._features = stream.new_empty((*stream.shape[:-1], width * len(self.layers)))
+            self._features[..., place * width : (place + 1) * width] = stream
 
         return hook
 
@@ -57,34 +117,125 @@ class Target:
     def final_norm(self) -> Tensor:
         return self.model.model.norm.weight
 
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, allow: Tensor, cache: PositionCache | None
-    ) -> tuple[Tensor, Tensor]:
-        """-> last hidden state after the final norm [R, Q, H], features [R, Q, K*H]."""
-        extra = {} if cache is None else {self._cache_name: cache}
-        output = self.model.model(
-            input_ids=tokens, position_ids=positions, attention_mask=allow[:, None], use_cache=False, **extra
-        )
-        features = torch.cat([self._captured[layer] for layer in self.layers], dim=-1)
-        self._captured.clear()
+    def _forward(self, body: nn.Module, tokens: Tensor, positions: Tensor, attend: Attend, **cache: object) -> tuple:
+        """-> what the body returns [R, Q, H], features [R, Q, K*H]."""
+        self._features = None
+        with _using(attend):
+            output = body(input_ids=tokens, position_ids=positions, use_cache=False, **cache)
+        features, self._features = self._features, None
         return output[0], features
 
     @torch.no_grad()
-    def inspect(self, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    def inspect(self, tokens: Tensor, start: Tensor, *, last: bool = True) -> tuple[Tensor | None, Tensor]:
         """Read packed rows: tokens and start [R, S] -> last hidden state after the final norm [R, S, H], and
-        features [R, S, K*H]. No document sees another.
+        features [R, S, K*H]. No document sees another. Without `last` the target stops after the last captured layer.
         """
-        index = torch.arange(tokens.shape[1], device=tokens.device)
-        allow = (index <= index[:, None]) & (index >= start[..., None])
-        # a padding token's document is empty, and a query that may see nothing would give NaN
-        allow |= torch.eye(len(index), dtype=torch.bool, device=tokens.device)
-        return self._forward(tokens, index - start, allow, None)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) - start
+        body = self.model.model if last else self._trunk
+        hidden, features = self._forward(body, tokens, positions, documents(start, dense=self.dense))
+        return hidden if last else None, features
 
     @torch.no_grad()
     def read(self, tokens: Tensor, positions: Tensor, cache: PositionCache) -> tuple[Tensor, Tensor]:
-        """Continue rows: tokens and positions [R, Q] -> logits [R, Q, V] (fp32), features [R, Q, K*H]."""
+        """Continue rows: tokens and positions [R, Q] -> logits [R, Q, V] (fp32 or wider), features [R, Q, K*H]."""
         width = int(positions.max()) + 1
         cache.at(positions, width=width)
-        allow = torch.arange(width, device=tokens.device) <= positions[..., None]
-        hidden, features = self._forward(tokens, positions, allow, cache)
-        return (hidden @ self.head.T).float(), features
+        hidden, features = self._forward(
+            self.model.model, tokens, positions, continued(positions, width), **{self._cache_name: cache}
+        )
+        logits = hidden @ self.head.T
+        return logits if logits.dtype == torch.float64 else logits.float(), features
+
+    def check_isolation(self, length: int) -> None:
+        """Features of a packed document equal those of the document alone, or TrainerError.
+
+        Two forward passes over one row of `length` tokens, in the very form that training uses. It catches whatever
+        leaks between documents: a mask, positions, or an architecture that looks back by other means than attention.
+        """
+        first = max(1, length // 3)
+        tokens = torch.randint(self.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(
+            self.device
+        )
+        start = torch.zeros_like(tokens)
+        start[:, first:] = first
+        _, packed = self.inspect(tokens, start, last=False)
+        alone = tokens.roll(-first, dims=1)
+        start = torch.zeros_like(tokens)
+        start[:, length - first :] = length - first
+        _, single = self.inspect(alone, start, last=False)
+        packed, single = packed[:, first:].float(), single[:, : length - first].float()
+        difference = float((packed - single).norm() / single.norm())
+        if not difference <= _TOLERANCE[self.dtype]:
+            raise TrainerError(
+                f"{type(self.model).__name__} lets packed documents see each other: features of a document differ by "
+                f"{difference:.1e} (relative) from those of the same document alone, and {_TOLERANCE[self.dtype]:.0e} "
+                "is rounding; this architecture cannot be a target"
+            )
+
+
+def _up_to(body: nn.Module, last: int) -> nn.Module:
+    """A body that shares all modules but stops after layer `last`, without the final norm."""
+    trunk = copy.copy(body)
+    trunk._modules = dict(body._modules)
+    trunk.layers = body.layers[: last + 1]
+    trunk.norm = nn.Identity()
+    return trunk
+
+
+@contextlib.contextmanager
+def _using(attend: Attend) -> Iterator[None]:
+    """Fails if the model never asked: then it has an attention of its own, which nothing here controls."""
+    used = False
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        nonlocal used
+        used = True
+        return attend(query, key, value, window)
+
+    token = _attend.set(counted)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+    if not used:
+        raise TrainerError("the target does not use the attention it was given, so what it sees is unknown")
+
+
+def documents(start: Tensor, *, dense: bool) -> Attend:
+    """Causal attention inside the documents of packed rows, start [R, S]; masks are made once for each window."""
+    masks: dict[int, object] = {}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        if window not in masks:
+            make = block_mask.document_dense if dense else block_mask.document_mask
+            masks[window] = make(start, window)
+        if dense:
+            return attention.dense_document_attention(query, key, value, masks[window])
+        return attention.document_attention(query, key, value, masks[window])
+
+    return attend
+
+
+def continued(positions: Tensor, width: int) -> Attend:
+    """Queries at `positions` [R, Q] over a cache that holds positions 0 … width-1; as many rows at a time, and of a
+    long row as many queries, as keep the scores under the bound."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        held = torch.arange(width, device=query.device)
+        a_query = query.shape[1] * width * query.element_size()
+        queries = max(1, min(query.shape[2], attention.DENSE_BYTES // a_query))
+        rows = max(1, attention.DENSE_BYTES // (a_query * query.shape[2]))
+        output = torch.empty_like(query)
+        for r in range(0, len(query), rows):
+            for q in range(0, query.shape[2], queries):
+                here, place = slice(r, r + rows), slice(q, q + queries)
+                at = positions[here, place, None]
+                allow = held <= at
+                if window:
+                    allow &= held > at - window
+                output[here, :, place] = attention.dense_document_attention(
+                    query[here, :, place], key[here], value[here], allow
+                )
+        return output
+
+    return attend

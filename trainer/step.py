@@ -1,0 +1,134 @@
+"""One training step: micro-batches through target and drafter, then one update.
+
+Losses are summed, not averaged; the weight of the whole step divides once, in the optimizer. So a step is the same
+however its rows are split, and one without a single anchor still takes place: its gradient is zero.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer import attention
+from trainer.block_mask import Blocks
+from trainer.config import Config
+from trainer.data.batches import Batch
+from trainer.head import head_pass
+from trainer.loss import Objective
+from trainer.metrics import TrainingMetrics, training_metrics
+from trainer.models import Models
+from trainer.optimizer import Optimizer
+from trainer.spans import Spans
+from trainer.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """What a step has before it changes anything; on the device."""
+
+    metrics: TrainingMetrics
+    norm: Tensor  # scalar, of the gradient of the mean loss
+
+
+def objective_of(config: Config) -> Objective:
+    loss = config.loss
+    return Objective(
+        cross_entropy=loss.cross_entropy,
+        kl=loss.kl,
+        tv=loss.tv,
+        temperature=loss.temperature,
+        weights=loss.weights,
+        alpha=loss.alpha,
+    )
+
+
+def blocks_of(batch: Batch, block_size: int) -> Blocks:
+    return Blocks(
+        start=batch.rows.start.gather(1, batch.anchors),
+        anchor=batch.anchors,
+        keep=batch.keep,
+        context=batch.rows.tokens.shape[1],
+        size=block_size,
+    )
+
+
+def draft(
+    models: Models, batch: Batch, features: Tensor, attend: object, *, block_size: int, mask_token: int
+) -> Tensor:
+    """One block at every anchor [R, N] -> hidden [R, N*B, H]. Slot j of anchor a stands at position pos(a) + j, and
+    holds the token itself at j = 0, the mask elsewhere."""
+    drafter, rows = models.drafter, batch.rows
+    tokens = torch.full((*batch.anchors.shape, block_size), mask_token, device=features.device)
+    tokens[..., 0] = rows.tokens.gather(1, batch.anchors)
+    position = rows.position
+    slots = position.gather(1, batch.anchors)[..., None] + torch.arange(block_size, device=features.device)
+    context = drafter.context(features.to(drafter.dtype), position)
+    noise = models.target.embedding[tokens.flatten(1)].to(drafter.dtype)
+    return drafter(noise, slots.flatten(1), context, attend)
+
+
+def compute_gradient(
+    config: Config, models: Models, optimizer: Optimizer, batches: list[Batch], spans: Spans
+) -> Gradient:
+    """Gradients of all micro-batches, added up and divided by the weight of the whole step."""
+    objective = objective_of(config)
+    predictions = config.drafter.block_size - (0 if config.drafter.shifted else 1)
+    measured, weight = None, None
+    for waiting in batches:
+        with spans("copy"):
+            batch = waiting.to(models.target.device)
+        with spans("target"):
+            last, features = models.target.inspect(batch.rows.tokens, batch.rows.start, last=objective.distils)
+        with spans("mask"):
+            attend = attention_plan(config, models, batch)
+        with spans("forward"):
+            hidden = draft(
+                models,
+                batch,
+                features,
+                attend,
+                block_size=config.drafter.block_size,
+                mask_token=config.drafter.mask_token,
+            )
+            del features
+        with spans("loss"):
+            result = head_pass(
+                hidden.flatten(0, 1)[batch.slot],
+                head_of(models.target, hidden.dtype),
+                label=batch.label,
+                weight=batch.weight,
+                block=batch.block,
+                position=batch.position,
+                chunk=batch.chunk,
+                objective=objective,
+                teacher=None if last is None else last.flatten(0, 1),
+                source=batch.source,
+            )
+            figures = training_metrics(
+                result,
+                weight=batch.weight,
+                block=batch.block,
+                position=batch.position,
+                blocks=batch.anchors.numel(),
+                positions=predictions,
+            )
+            measured = figures if measured is None else measured + figures
+            weight = result.weight if weight is None else weight + result.weight
+            del hidden
+        with spans("backward"):
+            result.total.backward()
+    with spans("norm"):
+        norm = optimizer.gradient_norm(weight)
+    return Gradient(metrics=measured, norm=norm)
+
+
+def attention_plan(config: Config, models: Models, batch: Batch) -> object:
+    blocks = blocks_of(batch, config.drafter.block_size)
+    if config.attention == "dense":
+        return attention.dense_plan(blocks)
+    return attention.flex_plan(blocks, models.drafter.kinds)
+
+
+def head_of(target: Target, dtype: torch.dtype) -> Tensor:
+    """The frozen head in the drafter's precision; the same tensor where the target has it."""
+    return target.head.to(dtype)
