@@ -134,7 +134,8 @@ def _rows(
     loss = objective.cross_entropy * nll
     slope = (objective.cross_entropy + objective.kl) * q
     if objective.cross_entropy:
-        slope = slope - objective.cross_entropy * (torch.arange(z.shape[1], device=z.device) == label[:, None])
+        one_hot = torch.arange(z.shape[1], device=z.device) == label[:, None]
+        slope = slope - objective.cross_entropy * one_hot.to(z.dtype)
     if wanted is not None:
         t = wanted.to(weight.dtype) / objective.temperature
         log_p = t - t.logsumexp(1, keepdim=True)
