@@ -1,4 +1,4 @@
-"""`python -m trainer train CONFIG.yaml` and `python -m trainer evaluate CONFIG.yaml --checkpoint DIR`.
+"""`python -m trainer train | evaluate | export`; `python -m trainer --help` tells the rest.
 
 Nothing here imports torch until a configuration has been read, so help and configuration errors come at once.
 """
@@ -16,11 +16,14 @@ USAGE_ERROR = 2
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m trainer", description="Train and evaluate DFlash drafters.")
+    top = argparse.ArgumentParser(prog="python -m trainer", description="Train, evaluate and export DFlash drafters.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a drafter, resuming from the run's last checkpoint")
-    evaluate = commands.add_parser("evaluate", help="measure a checkpoint by real speculative decoding")
-    for command in (train, evaluate):
+    evaluate = commands.add_parser("evaluate", help="measure a drafter by real speculative decoding")
+    export = commands.add_parser(
+        "export", help="write a checkpoint as serving engines read it, and prove it drafts alike"
+    )
+    for command in (train, evaluate, export):
         command.add_argument("config", type=Path, metavar="CONFIG.yaml")
         command.add_argument("--seed", type=int, help="use this seed in place of the file's")
         command.add_argument(
@@ -31,7 +34,16 @@ def parser() -> argparse.ArgumentParser:
             dest="overrides",
             help="change one setting, such as optimizer.muon_rate=0.02; may be given more than once",
         )
-    evaluate.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint directory")
+    which = evaluate.add_mutually_exclusive_group(required=True)
+    which.add_argument("--checkpoint", type=Path, metavar="DIR", help="a checkpoint directory of a run")
+    which.add_argument("--drafter", type=Path, metavar="DIR", help="an exported drafter, in either layout")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    export.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint directory of a run")
+    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="the directory to write; it must be new")
+    export.add_argument(
+        "--layout", choices=("zlab", "speculators"), default="zlab", help="whose layout (default: zlab)"
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace what is at --to")
     top.epilog = "ORCH_RUN_DIR (default runs/<name>) is where a run's files go, ORCH_METRICS its metrics file."
     return top
 
@@ -48,25 +60,31 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR
-    run_dir = Path(os.environ.get("ORCH_RUN_DIR") or Path("runs") / config.name)
-    metrics_path = Path(os.environ.get("ORCH_METRICS") or run_dir / "metrics.jsonl")
-    print(f"{options.command} {config.name}: seed {config.seed}, {config.steps} steps, files in {run_dir}")
     try:
-        return run(options, config, run_dir, metrics_path, began)
+        return run(options, config, began)
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-def run(options: argparse.Namespace, config: Config, run_dir: Path, metrics_path: Path, began: float) -> int:
+def run(options: argparse.Namespace, config: Config, began: float) -> int:
     # Waiting threads spin, by default for so long that on a busy machine they stop each other and a step takes ten
     # times as long; asleep at once, they wake too late. OpenMP reads this when torch is imported, which takes
     # seconds; hence here and not at the top.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if options.command == "train":
+        run_dir = Path(os.environ.get("ORCH_RUN_DIR") or Path("runs") / config.name)
+        metrics_path = Path(os.environ.get("ORCH_METRICS") or run_dir / "metrics.jsonl")
+        print(f"train {config.name}: seed {config.seed}, {config.steps} steps, files in {run_dir}")
         from trainer.loop import train
 
         return train(config, run_dir=run_dir, metrics_path=metrics_path, began=began)
-    from trainer.evaluate import evaluate_checkpoint
+    if options.command == "evaluate":
+        from trainer.evaluate import evaluate_checkpoint
 
-    return evaluate_checkpoint(config, options.checkpoint)
+        return evaluate_checkpoint(config, checkpoint=options.checkpoint, drafter=options.drafter, json=options.json)
+    from trainer.export import export_checkpoint
+
+    return export_checkpoint(
+        config, checkpoint=options.checkpoint, to=options.to, layout=options.layout, overwrite=options.overwrite
+    )

@@ -1,11 +1,9 @@
 """The training run: evaluate, train step by step, evaluate again, and leave a result."""
 
-import contextlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from trainer import anchors, block_mask, checkpoint, metrics
 from trainer.config import Config
 from trainer.data import rows as packing
 from trainer.data import sources
-from trainer.data.batches import Batch, Prefetcher, micro_batches
+from trainer.data.batches import Batch, micro_batches
+from trainer.data.prefetch import Prefetcher
 from trainer.errors import TrainerError
 from trainer.evaluate import Evaluator, describe, evaluator_of, measure_ngram
 from trainer.models import Models, build, choose_device
@@ -204,12 +203,10 @@ class _Run:
         print(f"{when}, {result['prompts']} prompts: {describe(result)}")
         return result
 
-    def _batches(self) -> contextlib.AbstractContextManager[Iterator[list[Batch]]]:
+    def _batches(self) -> Prefetcher[list[Batch]]:
         pad = self.models.target.device.type == "cuda"
         return Prefetcher(
-            lambda number: step_batches(self.config, self.rows, number, pad=pad),
-            first=self.step,
-            last=self.config.steps,
+            lambda number: step_batches(self.config, self.rows, number, pad=pad), range(self.step, self.config.steps)
         )
 
     def _take(self, batches: list[Batch]) -> Done:
@@ -265,10 +262,11 @@ class _Run:
                     raise Stopped
                 if self.step % config.print_every == 0 or self.step == config.steps:
                     elapsed = time.perf_counter() - since
+                    mean = {name: metrics.ratio(pair) for name, pair in window.items()}
                     print(
-                        f"step {self.step}/{config.steps}  loss {metrics.ratio(window['loss']):.3f}  "
-                        f"first slot {metrics.ratio(window['first_slot_accuracy']):.1%}  "
-                        f"accepted {metrics.ratio(window['accepted_in_training']):.2f}  {tokens / elapsed:,.0f} tokens/s"
+                        f"step {self.step}/{config.steps}  loss {mean['loss']:.3f}  "
+                        f"first slot {mean['first_slot_accuracy']:.1%}  "
+                        f"accepted {mean['accepted_in_training']:.2f}  {tokens / elapsed:,.0f} tokens/s"
                     )
                     window, tokens, since = {}, 0, time.perf_counter()
                 if self.step % config.checkpoint.every == 0 or self.step == config.steps:
