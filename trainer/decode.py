@@ -1,102 +1,59 @@
-"""Decoding with and without drafts, many prompts at once, greedy or sampled.
+"""Decoding with and without drafts, many prompts at once, greedy or sampled; verify.py says how drafts are judged."""
 
-Sampling adds Gumbel noise keyed by (seed, prompt, absolute position) to the logits and takes the largest: a sample
-of the softmax, yet a function of the logits and the key alone. So speculative decoding must give exactly the tokens
-of plain decoding at any temperature, and the two can be compared token by token.
-
-Drafts are the drafter's argmax at every temperature, and a draft is accepted if it equals the target's own token
-(the rule of z-lab's first release; later releases sample drafts and verify by rejection).
-"""
-
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.cache import PositionCache
-from trainer.drafter import Drafter
+from trainer.proposers import Proposer
 from trainer.target import Target
+from trainer.verify import Sampler
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sampler:
-    temperature: float
-    noise: Tensor | None = None  # [P, L, V]; None when greedy
-
-    def pick(self, logits: Tensor, prompts: Tensor, positions: Tensor) -> Tensor:
-        """Tokens for `positions` [R, Q] of the given prompts [R], from logits [R, Q, V] that predict them."""
-        if self.noise is None:
-            return logits.argmax(-1)
-        return (logits / self.temperature + self.noise[prompts[:, None], positions]).argmax(-1)
-
-
-def gumbel_noise(seed: int, *, prompts: int, length: int, vocabulary: int) -> Tensor:
-    """[P, length, V]; each vector depends on nothing but (seed, prompt, position)."""
-    noise = np.empty((prompts, length, vocabulary), np.float32)
-    for prompt in range(prompts):
-        for position in range(length):
-            noise[prompt, position] = np.random.default_rng((seed, 2, prompt, position)).gumbel(size=vocabulary)
-    return torch.from_numpy(noise)
+PREFILL_LOGITS = 1 << 28  # of all prompts, formed at a time: prompts are read in pieces of so many
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    tokens: list[list[int]]  # what was generated, by prompt, up to the limit or just past the end token
-    accepted: tuple[int, int] = (0, 0)  # sum of (accepted drafts + 1), rounds
-    margin: float = float("inf")  # smallest lead of a chosen token; equality within rounding is safe far below it
+    tokens: list[list[int]]  # what was generated, by prompt, up to the limit or just past an end token
+    seconds: float  # from each prompt's first token on: reading the prompts is left out
+    rounds: Tensor | None = None  # speculative: [P, D+1] int64, rounds of a prompt in which exactly k drafts passed
+    gaps: list[list[float]] | None = None  # plain: how far each token led the next best one, in logits, noise included
+
+    @property
+    def accepted(self) -> tuple[int, int]:
+        """(sum over rounds of accepted drafts + 1, rounds); the ratio is tau."""
+        if self.rounds is None:
+            return 0, 0
+        by_count = self.rounds.sum(dim=0)
+        return int((by_count * torch.arange(1, len(by_count) + 1)).sum()), int(by_count.sum())
+
+    @property
+    def rate(self) -> tuple[int, float]:
+        """(tokens after the first of each prompt, the seconds they took)."""
+        return sum(map(len, self.tokens)) - len(self.tokens), self.seconds
+
+    @property
+    def margin(self) -> float:
+        """Smallest lead of any token; equality within rounding is safe far below it."""
+        return min((gap for gaps in self.gaps or () for gap in gaps), default=float("inf"))
 
 
-class Proposer(Protocol):
-    size: int  # drafts a round
-
-    def begin(self, features: Tensor, lengths: Tensor) -> None:
-        """The target has read the prompts: features [P, L, K*H], right-padded to the longest."""
-
-    def propose(self, histories: list[list[int]], start: Tensor) -> Tensor:
-        """Whole rows so far, the last token of each at position `start` [R] and unread -> drafts [R, size]."""
-
-    def accept(self, features: Tensor, positions: Tensor) -> None:
-        """What the target saw at `positions` [R, Q] of this round; those of rejected drafts are void."""
-
-    def keep(self, rows: Tensor) -> None:
-        """The other rows are finished."""
+def join(parts: list[Decoded]) -> Decoded:
+    """Of several batches of prompts, decoded one after another."""
+    return Decoded(
+        tokens=[text for part in parts for text in part.tokens],
+        seconds=sum(part.seconds for part in parts),
+        rounds=None if parts[0].rounds is None else torch.cat([part.rounds for part in parts]),
+        gaps=None if parts[0].gaps is None else [gaps for part in parts for gaps in part.gaps],
+    )
 
 
-class DrafterProposer:
-    """The DFlash drafter, with a cache of its own that holds only context, never a block."""
-
-    def __init__(self, drafter: Drafter, target: Target, *, block: int, mask_token: int, capacity: int):
-        self.drafter, self.target, self.size = drafter, target, block - 1
-        self.mask_token, self.capacity = mask_token, capacity
-
-    @torch.no_grad()
-    def begin(self, features: Tensor, lengths: Tensor) -> None:
-        self.cache = PositionCache(rows=len(features), capacity=self.capacity)
-        positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-        self.accept(features, positions)
-
-    @torch.no_grad()
-    def accept(self, features: Tensor, positions: Tensor) -> None:
-        self.cache.at(positions, width=int(positions.max()) + 1)
-        for layer, pair in enumerate(self.drafter.context(features.to(self.drafter.fc.weight.dtype), positions)):
-            self.cache.update(*pair, layer)
-
-    @torch.no_grad()
-    def propose(self, histories: list[list[int]], start: Tensor) -> Tensor:
-        last = torch.tensor([history[-1] for history in histories], device=start.device)
-        block = torch.cat([last[:, None], last.new_full((len(last), self.size), self.mask_token)], dim=1)
-        positions = start[:, None] + torch.arange(self.size + 1, device=start.device)
-        sees = (torch.arange(self.cache.width, device=start.device) < start[:, None])[:, None]  # [R, 1, S]
-        keep = torch.ones_like(start, dtype=torch.bool)[:, None]
-        context = [self.cache.read(layer) for layer in range(len(self.drafter.layers))]
-        noise = self.target.embedding[block].to(self.drafter.fc.weight.dtype)
-        hidden = self.drafter(noise, positions, context, (sees, keep))[:, 1:]
-        return (hidden @ self.target.head.T.to(hidden.dtype)).argmax(-1)
-
-    def keep(self, rows: Tensor) -> None:
-        self.cache.keep(rows)
+def capacity_for(prompts: list[list[int]], new_tokens: int, drafts: int) -> int:
+    """Positions that decoding can touch: a last block may reach past the limit."""
+    return max(map(len, prompts)) + new_tokens + drafts + 1
 
 
 def _prefill(target: Target, prompts: list[list[int]], capacity: int) -> tuple[PositionCache, Tensor, Tensor, Tensor]:
@@ -104,51 +61,64 @@ def _prefill(target: Target, prompts: list[list[int]], capacity: int) -> tuple[P
 
     Short prompts are padded on the right: what the padding leaves in the cache lies beyond the row's position.
     """
-    device = target.embedding.device
+    device = target.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = int(lengths.max())
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     cache = PositionCache(rows=len(prompts), capacity=capacity)
     positions = torch.arange(longest, device=device).expand_as(tokens)
-    logits, features = target.read(tokens, positions, cache)
-    return cache, lengths, logits[torch.arange(len(prompts)), lengths - 1][:, None], features
+    piece = max(1, PREFILL_LOGITS // (len(prompts) * target.head.shape[0]))
+    last, features = None, []
+    for begin in range(0, longest, piece):
+        logits, seen = target.read(tokens[:, begin : begin + piece], positions[:, begin : begin + piece], cache)
+        features.append(seen)
+        index = (lengths - 1 - begin)[:, None, None]
+        here = logits.gather(1, index.clamp(0, logits.shape[1] - 1).expand(-1, 1, logits.shape[2]))
+        inside = (index >= 0) & (index < logits.shape[1])
+        last = here if last is None else torch.where(inside, here, last)
+    return cache, lengths, last, torch.cat(features, dim=1)
 
 
-def capacity_for(prompts: list[list[int]], new_tokens: int, block: int) -> int:
-    """Positions that decoding can touch: a last block may reach past the limit."""
-    return max(map(len, prompts)) + new_tokens + block
-
-
-def plain(target: Target, prompts: list[list[int]], sampler: Sampler, *, new_tokens: int, end: int | None) -> Decoded:
-    """One token a step, each from the target."""
-    cache, position, logits, _ = _prefill(target, prompts, capacity_for(prompts, new_tokens, 1))
+def plain(
+    target: Target,
+    prompts: list[list[int]],
+    sampler: Sampler,
+    *,
+    new_tokens: int,
+    ends: Collection[int] = (),
+    first: int = 0,
+) -> Decoded:
+    """One token a step, each from the target. `first` is the number of the first prompt, which keys its noise."""
+    cache, position, logits, _ = _prefill(target, prompts, capacity_for(prompts, new_tokens, 0))
     output: list[list[int]] = [[] for _ in prompts]
     alive = torch.arange(len(prompts), device=position.device)
-    margin = float("inf")
+    leads: list[tuple[list[int], Tensor]] = []
+    began = None
     while True:
-        tokens = sampler.pick(logits, alive, position[:, None])
-        margin = min(margin, _margin(sampler, logits, alive, position[:, None]))
-        for prompt, token in zip(alive.tolist(), tokens[:, 0].tolist(), strict=True):
+        scores = sampler.scores(logits, alive + first, position[:, None])
+        tokens = scores.argmax(-1)
+        best = scores.topk(2, dim=-1).values[:, 0]
+        numbers = alive.tolist()
+        leads.append((numbers, (best[:, 0] - best[:, 1]) * (sampler.temperature or 1.0)))
+        for prompt, token in zip(numbers, tokens[:, 0].tolist(), strict=True):
             output[prompt].append(token)
-        on = [i for i, p in enumerate(alive.tolist()) if len(output[p]) < new_tokens and output[p][-1] != end]
+        if began is None:
+            began = time.perf_counter()
+        on = [i for i, p in enumerate(numbers) if len(output[p]) < new_tokens and output[p][-1] not in ends]
         if not on:
-            return Decoded(tokens=output, margin=margin)
+            break
         if len(on) < len(alive):
             rows = torch.tensor(on, device=alive.device)
             alive, position, tokens = alive[rows], position[rows], tokens[rows]
             cache.keep(rows)
         logits, _ = target.read(tokens, position[:, None], cache)
         position = position + 1
-
-
-def _margin(sampler: Sampler, logits: Tensor, prompts: Tensor, positions: Tensor) -> float:
-    """Smallest lead of the best token over the second, in logits."""
-    scale = 1.0
-    if sampler.noise is not None:
-        scale = sampler.temperature
-        logits = logits / scale + sampler.noise[prompts[:, None], positions]
-    best = logits.topk(2, dim=-1).values
-    return float((best[..., 0] - best[..., 1]).min()) * scale
+    seconds = time.perf_counter() - began
+    gaps: list[list[float]] = [[] for _ in prompts]
+    for numbers, lead in leads:
+        for prompt, gap in zip(numbers, lead.tolist(), strict=True):
+            gaps[prompt].append(gap)
+    return Decoded(tokens=output, seconds=seconds, gaps=gaps)
 
 
 def speculative(
@@ -158,41 +128,43 @@ def speculative(
     sampler: Sampler,
     *,
     new_tokens: int,
-    end: int | None,
+    ends: Collection[int] = (),
+    first: int = 0,
 ) -> Decoded:
     """Rounds of draft and verify. Counts every accepted draft of a round, also those cut off at the limit."""
-    block = proposer.size + 1
-    cache, start, logits, features = _prefill(target, prompts, capacity_for(prompts, new_tokens, block))
+    cache, start, logits, features = _prefill(target, prompts, capacity_for(prompts, new_tokens, proposer.size))
     alive = torch.arange(len(prompts), device=start.device)
-    first = sampler.pick(logits, alive, start[:, None])[:, 0].tolist()
-    histories = [[*prompt, token] for prompt, token in zip(prompts, first, strict=True)]
-    output: list[list[int]] = [[token] for token in first]
+    chosen = sampler.pick(logits, alive + first, start[:, None])[:, 0].tolist()
+    began = time.perf_counter()
+    histories = [[*prompt, token] for prompt, token in zip(prompts, chosen, strict=True)]
+    output: list[list[int]] = [[token] for token in chosen]
     proposer.begin(features, start)
-    emitted = rounds = 0
+    rounds = torch.zeros(len(prompts), proposer.size + 1, dtype=torch.int64)
     while True:
-        on = [i for i, p in enumerate(alive.tolist()) if len(output[p]) < new_tokens and output[p][-1] != end]
+        numbers = alive.tolist()
+        on = [i for i, p in enumerate(numbers) if len(output[p]) < new_tokens and output[p][-1] not in ends]
         if not on:
-            return Decoded(tokens=output, accepted=(emitted, rounds))
+            return Decoded(tokens=output, seconds=time.perf_counter() - began, rounds=rounds)
         if len(on) < len(alive):
             rows = torch.tensor(on, device=alive.device)
             alive, start = alive[rows], start[rows]
             cache.keep(rows)
             proposer.keep(rows)
-            histories = [histories[i] for i in on]
-        drafts = proposer.propose(histories, start).to(start.device)
+            histories, numbers = [histories[i] for i in on], [numbers[i] for i in on]
+        proposal = proposer.propose(histories, start)
+        positions = start[:, None] + torch.arange(proposer.size + 1, device=start.device)
+        drafts = sampler.drafts(proposal.tokens, proposal.logits, alive + first, positions[:, 1:])
         last = torch.tensor([history[-1] for history in histories], device=start.device)
-        tokens = torch.cat([last[:, None], drafts], dim=1)
-        positions = start[:, None] + torch.arange(block, device=start.device)
-        logits, features = target.read(tokens, positions, cache)
-        posterior = sampler.pick(logits, alive, positions + 1)
-        accepted = (drafts == posterior[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+        logits, features = target.read(torch.cat([last[:, None], drafts], dim=1), positions, cache)
+        accepted, tokens = sampler.verify(drafts, proposal.logits, logits, alive + first, positions + 1)
         proposer.accept(features, positions)
         start = start + accepted + 1
-        emitted, rounds = emitted + int(accepted.sum()) + len(on), rounds + len(on)
-        for i, (count, row) in enumerate(zip(accepted.tolist(), posterior.tolist(), strict=True)):
+        for i, (count, row) in enumerate(zip(accepted.tolist(), tokens.tolist(), strict=True)):
             new = row[: count + 1]
+            rounds[numbers[i], count] += 1
             histories[i].extend(new)
-            done = output[alive[i]]
-            done.extend(new[: new_tokens - len(done)])
-            if end in done:
-                del done[done.index(end) + 1 :]
+            text = output[numbers[i]]
+            for token in new[: new_tokens - len(text)]:
+                text.append(token)
+                if token in ends:
+                    break

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.proposers import Proposal
+
 LONGEST, SHORTEST, ORDER = 12, 3, 4
 
 
@@ -67,7 +69,7 @@ def _most_frequent(documents: list[np.ndarray], n: int) -> dict[int, int]:
 
 
 class NGramProposer:
-    """Proposes for speculative decoding, see decode.py."""
+    """A Proposer (proposers.py) that is certain of its drafts: it has no distribution to sample them from."""
 
     def __init__(self, counts: Counts, *, size: int):
         self.counts, self.size = counts, size
@@ -76,11 +78,11 @@ class NGramProposer:
         self.seen: list[dict[tuple[int, ...], int]] = [{} for _ in range(len(lengths))]
         self.indexed = [0] * len(lengths)
 
-    def propose(self, histories: list[list[int]], start: Tensor) -> Tensor:
-        """histories (whole rows so far) -> drafts [R, size]."""
+    def propose(self, histories: list[list[int]], start: Tensor) -> Proposal:
         for row, history in enumerate(histories):
             self._index(row, history)
-        return torch.tensor([self._continue(row, history) for row, history in enumerate(histories)])
+        drafts = [self._continue(row, history) for row, history in enumerate(histories)]
+        return Proposal(tokens=torch.tensor(drafts, device=start.device))
 
     def _index(self, row: int, history: list[int]) -> None:
         """Note where each n-gram of the row ends, for those ends that have a successor."""
