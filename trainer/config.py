@@ -92,6 +92,7 @@ class CheckpointConfig:
 class EvaluateConfig:
     prompts: Path | None = None
     new_tokens: int = setting(64, least=1)
+    batch: int = setting(0, least=0)  # prompts decoded at once; 0: all. Published speed-ups are mostly of 1
     temperature: float = setting(0.7, least=1e-3)  # beside greedy decoding
     noise_seed: int = setting(0, least=0)  # of the sampling noise; not the run's, so that runs compare
     every: int = setting(0, least=0)  # a small evaluation now and then; 0 is never
