@@ -10,8 +10,8 @@ q_i (1[i = k] - q_k), so
     forward KL     -sum p_i log q_i + const, sum p_i = 1    ->  d/dz = q - p
     TV             dTV/dq_i = s_i = sign(q_i - p_i) / 2     ->  d/dz_k = q_k (s_k - sum_i q_i s_i)
 
-and the gradient of hidden is weight * d/dz @ head. On a GPU all that is pointwise or a reduction is compiled, so that
-beside the logits of a chunk and their gradient, both in hidden's dtype, nothing of [chunk, V] is held.
+and the gradient of hidden is weight * d/dz @ head. On a GPU what is pointwise or a reduction is compiled, so that
+beside a chunk's logits, the target's, and the gradient, all in hidden's dtype, nothing of [chunk, V] is held.
 """
 
 import functools
@@ -59,54 +59,43 @@ def head_pass(
     if hidden.is_cuda and len(hidden) % chunk:
         raise ValueError(f"{len(hidden)} entries are no multiple of a chunk, {chunk}: pad them with weight 0")
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     states, head = hidden.detach(), head.detach().to(hidden.dtype)
+    with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     gradient = torch.empty_like(states, memory_format=torch.contiguous_format) if with_gradient else None
-    rows = _compiled() if hidden.is_cuda else _rows
-    # three lists of [chunk] tensors; the empty ones make a batch without entries no special case
-    losses, weights, nlls = ([hidden.new_empty(0, dtype=wide)] for _ in range(3))
-    ranks = [label.new_empty(0, dtype=torch.int32)]
+    measure, slope = _compiled() if hidden.is_cuda else (_measure, _slope)
+    chunks = []
     with torch.no_grad():
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            wanted = None
-            if objective.distils:
-                wanted = teacher[source[part]].to(hidden.dtype) @ head.T
             logits = states[part] @ head.T
-            done = rows(
-                logits,
-                wanted,
-                label[part],
-                weight[part].to(wide),
-                block[part],
-                position[part],
-                objective,
-                with_gradient,
-            )
-            del logits, wanted
-            losses.append(done.loss)
-            weights.append(done.weight)
-            nlls.append(done.nll)
-            ranks.append(done.rank)
+            wanted = teacher[source[part]].to(hidden.dtype) @ head.T if objective.distils else None
+            known = measure(logits, wanted, label[part], weight[part].to(wide), block[part], position[part], objective)
             if gradient is not None:
-                torch.mm(done.gradient, head, out=gradient[part])
-            del done
-        used = torch.cat(weights)
-        total = (used * torch.cat(losses)).sum()
+                torch.mm(slope(logits, wanted, label[part], known, objective), head, out=gradient[part])
+            chunks.append(known[:4])
+            del logits, wanted, known  # before the next chunk's are made
+        if not chunks:  # a batch without entries
+            chunks = [(*weight.new_empty(3, 0, dtype=wide), label.new_empty(0, dtype=torch.int32))]
+        loss, used, nll, rank = (torch.cat(each) for each in zip(*chunks, strict=True))
+        total = (used * loss).sum()
     if gradient is not None:
         total = _WithGradient.apply(hidden, total, gradient)
-    return HeadResult(total=total, weight=used.sum(), nll=torch.cat(nlls), rank=torch.cat(ranks))
+    return HeadResult(total=total, weight=used.sum(), nll=nll, rank=rank)
 
 
-class _Rows(NamedTuple):
-    loss: Tensor  # [chunk], like all but the last; 0 for padding
+class _Known(NamedTuple):
+    """Of each slot of a chunk: what is reported, and what its gradient needs of the whole row of logits."""
+
+    loss: Tensor  # [chunk], 0 for padding, as the next three
     weight: Tensor
     nll: Tensor
     rank: Tensor
-    gradient: Tensor | None  # [chunk, V] of weight * loss with respect to the logits, in their dtype
+    log_sum: Tensor  # [chunk, 1] log sum exp of the logits
+    wanted_log_sum: Tensor | None  # the same of the target's
+    lean: Tensor | None  # [chunk, 1] sum_i q_i s_i
 
 
-def _rows(
+def _measure(
     logits: Tensor,
     wanted: Tensor | None,
     label: Tensor,
@@ -114,49 +103,57 @@ def _rows(
     block: Tensor,
     position: Tensor,
     objective: Objective,
-    with_gradient: bool,
-) -> _Rows:
-    """What follows from a chunk's logits [chunk, V] and, for distillation, the target's (before the temperature).
-
-    Written so that it compiles into reductions over V and one pointwise kernel: no scatter, no use of a [chunk, V]
-    intermediate that costs more to form again than to read.
-    """
-    z = logits.to(weight.dtype)
-    counted = weight > 0
+) -> _Known:
+    """From a chunk's logits [chunk, V] and, for distillation, the target's: reductions over V, in weight's dtype."""
+    z, counted = logits.to(weight.dtype), weight > 0
     at_label = z.gather(1, label[:, None])
     log_sum = z.logsumexp(1, keepdim=True)
     nll = torch.where(counted, (log_sum - at_label)[:, 0], 0.0)
     rank = torch.where(counted, (z > at_label).sum(1, dtype=torch.int32), 0)
     if objective.weights == "dpace":
         weight = dpace_weights(nll, counted, block, position, alpha=objective.alpha)
-
-    q = (z - log_sum).exp()
     loss = objective.cross_entropy * nll
-    slope = (objective.cross_entropy + objective.kl) * q
-    if objective.cross_entropy:
-        one_hot = torch.arange(z.shape[1], device=z.device) == label[:, None]
-        slope = slope - objective.cross_entropy * one_hot.to(z.dtype)
+    wanted_log_sum = lean = None
     if wanted is not None:
         t = wanted.to(weight.dtype) / objective.temperature
-        log_p = t - t.logsumexp(1, keepdim=True)
-        p = log_p.exp()
+        wanted_log_sum = t.logsumexp(1, keepdim=True)
+        log_q, log_p = z - log_sum, t - wanted_log_sum
+        q, p = log_q.exp(), log_p.exp()
         if objective.kl:
-            loss = loss + objective.kl * (p * (log_p - (z - log_sum))).sum(1)
-            slope = slope - objective.kl * p
+            loss = loss + objective.kl * (p * (log_p - log_q)).sum(1)
         if objective.tv:
             loss = loss + objective.tv * 0.5 * (q - p).abs().sum(1)
-            sign = 0.5 * (q - p).sign()
-            slope = slope + objective.tv * q * (sign - (q * sign).sum(1, keepdim=True))
-    gradient = None
-    if with_gradient:
-        gradient = torch.where(counted[:, None], weight[:, None] * slope, 0.0).to(logits.dtype)
-    return _Rows(torch.where(counted, loss, 0.0), weight, nll, rank, gradient)
+            lean = 0.5 * (q * (q - p).sign()).sum(1, keepdim=True)
+    return _Known(torch.where(counted, loss, 0.0), weight, nll, rank, log_sum, wanted_log_sum, lean)
+
+
+def _slope(logits: Tensor, wanted: Tensor | None, label: Tensor, known: _Known, objective: Objective) -> Tensor:
+    """The gradient of weight * loss with respect to the logits, [chunk, V] in their dtype.
+
+    Pointwise, what it needs of whole rows is in `known`: in one graph with the reductions the compiler would rather
+    keep a float32 [chunk, V] tensor for both than form q and p again from the logits.
+    """
+    weight = known.weight[:, None]
+    q = (logits.to(weight.dtype) - known.log_sum).exp()
+    slope = (objective.cross_entropy + objective.kl) * q
+    if objective.cross_entropy:
+        one_hot = torch.arange(logits.shape[1], device=logits.device) == label[:, None]
+        slope = slope - objective.cross_entropy * one_hot.to(q.dtype)
+    if wanted is not None:
+        t = wanted.to(weight.dtype) / objective.temperature
+        p = (t - known.wanted_log_sum).exp()
+        if objective.kl:
+            slope = slope - objective.kl * p
+        if objective.tv:
+            slope = slope + objective.tv * q * (0.5 * (q - p).sign() - known.lean)
+    return torch.where(weight > 0, weight * slope, 0.0).to(logits.dtype)
 
 
 @functools.cache
-def _compiled() -> Callable[..., _Rows]:
-    """Compiled when first called, once for each objective and with or without a gradient."""
-    return torch.compile(_rows, dynamic=False, fullgraph=True)
+def _compiled() -> tuple[Callable[..., _Known], Callable[..., Tensor]]:
+    """Traced at the first call with an objective and a shape."""
+    options = {"dynamic": False, "fullgraph": True}
+    return torch.compile(_measure, **options), torch.compile(_slope, **options)
 
 
 class _WithGradient(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.head import Objective, _rows, head_pass
+from trainer.head import Objective, _measure, _slope, head_pass
 from trainer.loss import plain_head_pass
 
 H, T = 7, 19
@@ -265,17 +265,21 @@ def test_distillation_without_a_teacher_is_refused():
         head_pass(**{**given, "teacher": None}, objective=Objective(tv=1.0))
 
 
-def test_the_pointwise_part_compiles_without_a_break():
-    """What a GPU compiles: traced whole, it gives the same. The compiler's own back end runs in test_head_gpu.py."""
+def test_what_a_gpu_compiles_can_be_traced_whole():
+    """And gives the same. The compiler's own back end runs in test_head_gpu.py."""
     torch.compiler.reset()
-    whole = torch.compile(_rows, dynamic=False, fullgraph=True, backend="aot_eager")
+    options = {"dynamic": False, "fullgraph": True, "backend": "aot_eager"}
+    measure, slope = torch.compile(_measure, **options), torch.compile(_slope, **options)
     given = batch(entries=8, chunk=8)
-    z, t = torch.randn(2, len(given["label"]), 37, dtype=torch.float64).unbind()
-    index = (given["label"], given["weight"].double(), given["block"], given["position"])
-    for weights, mixture, with_gradient in (("dpace", "all", True), ("decay", "ce", True), ("decay", "ce", False)):
-        arguments = (z, None if mixture == "ce" else t, *index, Objective(**MIXTURES[mixture], weights=weights))
+    label = given["label"]
+    logits, wanted = torch.randn(2, len(label), 37, dtype=torch.float64).unbind()
+    for weights, mixture in (("dpace", "all"), ("decay", "ce")):
+        objective = Objective(**MIXTURES[mixture], weights=weights)
+        wanted = wanted if objective.distils else None
+        index = (label, given["weight"].double(), given["block"], given["position"], objective)
         with torch.no_grad():
-            for compiled, eager in zip(whole(*arguments, with_gradient), _rows(*arguments, with_gradient), strict=True):
-                assert (compiled is None) == (eager is None)
-                if eager is not None:
-                    torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-13)
+            compiled, eager = measure(logits, wanted, *index), _measure(logits, wanted, *index)
+            for name, value in eager._asdict().items():
+                torch.testing.assert_close(getattr(compiled, name), value, rtol=1e-12, atol=1e-13)
+            again, expected = (each(logits, wanted, label, eager, objective) for each in (slope, _slope))
+            torch.testing.assert_close(again, expected, rtol=1e-12, atol=1e-13)
