@@ -32,13 +32,13 @@ _STEP, _FIRST, _SECOND = (
 
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64 (Steele, Lea and Flood 2014) of int64, which wraps as unsigned arithmetic does."""
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
+    x = _shifted(x, 30).bitwise_xor_(x).mul_(_FIRST)
+    x = _shifted(x, 27).bitwise_xor_(x).mul_(_SECOND)
+    return _shifted(x, 31).bitwise_xor_(x)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def uniform(seed: int, stream: int, prompts: Tensor, positions: Tensor, count: int = 1) -> Tensor:
@@ -48,7 +48,7 @@ def uniform(seed: int, stream: int, prompts: Tensor, positions: Tensor, count: i
         state = _mix((state ^ part) + _STEP)
     index = torch.arange(1, count + 1, device=positions.device)
     bits = _mix(state[..., None] + index * _STEP)
-    return (_shifted(bits, 12).double() + 0.5) * 2.0**-52
+    return _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel(seed: int, stream: int, prompts: Tensor, positions: Tensor, count: int) -> Tensor:
