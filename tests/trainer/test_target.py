@@ -1,0 +1,155 @@
+"""Features against Hugging Face's own forward pass, and that packed documents do not see each other."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trainer import attention, target
+from trainer.errors import TrainerError
+from trainer.models import spread_layers
+from trainer.target import Target
+
+CPU = torch.device("cpu")
+FAMILIES = [("qwen3", {}), ("llama", {}), ("mistral", {"sliding_window": 5}), ("qwen3", {"tie_word_embeddings": True})]
+
+
+def load(path, layers=(0, 2, 3), **options):
+    return Target(path, layers, CPU, dense=True, **options)
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
+@torch.no_grad()
+def test_features_are_the_stream_after_a_layer_and_before_the_final_norm(small_target, family, options):
+    path = small_target(family, **options)
+    frozen = load(path, dtype="float64")
+    tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(1))
+    last, features = frozen.inspect(tokens, torch.zeros_like(tokens))
+    first, third, fourth = features.unflatten(-1, (3, -1)).unbind(2)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    reference = model(tokens, output_hidden_states=True)
+    close = {"atol": 1e-9, "rtol": 1e-9}
+    torch.testing.assert_close(first, reference.hidden_states[1], **close)
+    torch.testing.assert_close(third, reference.hidden_states[3], **close)
+    assert not torch.allclose(third, reference.hidden_states[2], atol=0.1)  # a layer off by one
+    # Hugging Face's last entry is after the final norm; the feature is before it
+    assert not torch.allclose(fourth, reference.hidden_states[4], atol=0.1)
+    torch.testing.assert_close(model.model.norm(fourth), reference.hidden_states[4], **close)
+    torch.testing.assert_close(last @ frozen.head.T, reference.logits, **close)
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
+def test_features_of_a_packed_row_are_those_of_each_document_alone(small_target, family, options):
+    frozen = load(small_target(family, **options), dtype="float64")
+    lengths = [9, 1, 14, 5]
+    tokens = torch.randint(96, (1, sum(lengths) + 3), generator=torch.Generator().manual_seed(2))  # 3 of padding
+    start, ends = torch.full_like(tokens, sum(lengths)), torch.tensor(lengths).cumsum(0).tolist()
+    for length, end in zip(lengths, ends, strict=True):
+        start[:, end - length : end] = end - length
+    last, features = frozen.inspect(tokens, start)
+    assert features.isfinite().all()
+    for length, end in zip(lengths, ends, strict=True):
+        document = tokens[:, end - length : end]
+        alone_last, alone = frozen.inspect(document, torch.zeros_like(document))
+        torch.testing.assert_close(features[:, end - length : end], alone, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(last[:, end - length : end], alone_last, atol=1e-9, rtol=1e-9)
+    frozen.check_isolation(24)
+
+
+def test_stopping_early_changes_no_feature(small_target):
+    frozen = load(small_target(), layers=(0, 2), dtype="float64")
+    tokens = torch.arange(12)[None]
+    last, features = frozen.inspect(tokens, torch.zeros_like(tokens))
+    ran = []
+    for number, layer in enumerate(frozen.model.model.layers):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    nothing, early = frozen.inspect(tokens, torch.zeros_like(tokens), last=False)
+    assert nothing is None and last is not None and torch.equal(early, features)
+    assert ran == [0, 1, 2]  # and not the fourth
+
+
+def seeing_everything(start, *, dense):
+    return target_documents(torch.zeros_like(start), dense=dense)
+
+
+target_documents = target.documents
+
+
+def test_the_check_finds_a_mask_that_leaks(small_target, monkeypatch):
+    frozen = load(small_target())
+    monkeypatch.setattr(target, "documents", seeing_everything)
+    with pytest.raises(TrainerError, match="lets packed documents see each other"):
+        frozen.check_isolation(24)
+
+
+def test_the_check_finds_positions_that_do_not_restart(small_target, monkeypatch):
+    """RoPE tells distances alone, so positions are shifted by a distance that depends on the token."""
+    frozen = load(small_target())
+    forward = frozen._forward
+    monkeypatch.setattr(
+        frozen, "_forward", lambda body, tokens, positions, attend: forward(body, tokens, positions * tokens, attend)
+    )
+    frozen.check_isolation(24)  # a function of the document itself is none of the check's business
+    index = torch.arange(24)
+    monkeypatch.setattr(
+        frozen, "_forward", lambda body, tokens, positions, attend: forward(body, tokens, index[None] ** 2, attend)
+    )
+    with pytest.raises(TrainerError, match="lets packed documents see each other"):
+        frozen.check_isolation(24)
+
+
+def test_a_target_with_an_attention_of_its_own_is_refused(small_target):
+    frozen = load(small_target())
+    frozen.model.set_attn_implementation("eager")
+    with pytest.raises(TrainerError, match="does not use the attention it was given"):
+        frozen.inspect(torch.arange(8)[None], torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_attention_with_what_we_do_not_compute_is_refused():
+    some = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(TrainerError, match="asks its attention for softcap"):
+        target._attention_forward(torch.nn.Identity(), some, some, some, None, softcap=30.0)
+
+
+def test_a_dense_target_is_refused_above_its_bound(small_target, monkeypatch):
+    frozen = load(small_target())
+    tokens = torch.zeros(1, 70_000, dtype=torch.int64)
+    monkeypatch.setattr(attention.block_mask, "document_dense", lambda start, window: torch.ones(1, 1, 1))
+    with pytest.raises(TrainerError, match=r"would build scores of 78400000000 bytes"):
+        frozen.inspect(tokens, tokens)
+
+
+def test_scaling_other_than_the_usual_is_kept():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 6, 8)
+    start = torch.zeros(1, 6, dtype=torch.int64)
+    with target._using(target.documents(start, dense=True)):
+        ours, _ = target._attention_forward(torch.nn.Identity(), query, key, value, None, scaling=0.5)
+    reference = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+    torch.testing.assert_close(ours, reference.transpose(1, 2))
+
+
+def test_reading_in_pieces_under_the_bound_is_the_same(small_target, monkeypatch):
+    from trainer.cache import PositionCache
+
+    frozen = load(small_target("mistral", sliding_window=5), dtype="float64")
+    tokens = torch.randint(96, (3, 20), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(20).expand(3, -1)
+    whole, _ = frozen.read(tokens, positions, PositionCache(rows=3, capacity=20))
+    model = AutoModelForCausalLM.from_pretrained(frozen.model.name_or_path, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(whole, model(tokens).logits, atol=1e-6, rtol=1e-6)
+    for bound in (4 * 20 * 8 * 7, 4 * 20 * 8 * 20 * 2):  # 7 queries of a row; two rows
+        monkeypatch.setattr(attention, "DENSE_BYTES", bound)
+        pieces, _ = frozen.read(tokens, positions, PositionCache(rows=3, capacity=20))
+        torch.testing.assert_close(pieces, whole)
+
+
+def test_features_are_spread_as_in_published_drafters():
+    assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
+    assert spread_layers(28, 1) == (14,)
+
+
+def test_what_is_no_model_is_said(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TrainerError, match="not a loadable causal LM"):
+        load(tmp_path)
