@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 GIB = 2**30
 # a mixture, and how far the gradient may lie from the float32 twin's, |difference| / |gradient|, as a whole and in the
-# median row. Logits rounded to bfloat16 are off by up to 2^-9 of themselves, q and p by as much of their logits; a token
-# whose q and p are closer than that has the sign of TV at random.
+# median row. Logits rounded to bfloat16 are off by up to 2^-9 of themselves, q and p by as much of their logits; a
+# token whose q and p are closer than that has the sign of TV at random.
 MIXTURES = {
     "ce": (Objective(), 0.01, 0.01),
     "ce, dpace": (Objective(weights="dpace"), 0.01, 0.01),
