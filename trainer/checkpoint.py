@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from trainer.config import Config
 from trainer.drafter import Drafter
@@ -162,7 +163,7 @@ def load_drafter(path: Path, drafter: Drafter) -> None:
     """Only the weights, for evaluation and export: the moving average where there is one."""
     try:
         names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise TrainerError(f"{path}: not a readable checkpoint ({error})") from None
     prefix = "average." if any(name.startswith("average.") for name in names) else "model."
     parameters = dict(drafter.named_parameters())
@@ -179,7 +180,7 @@ def _read(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         with _alone():
             dcp.load(tensors, checkpoint_id=path, no_dist=not torch.distributed.is_initialized())
-    except Exception as error:  # what comes from here is of many kinds, and wrapped, with tracebacks in its text
+    except (Exception, CheckpointException) as error:  # of many kinds, and wrapped, with tracebacks in the text
         failures = getattr(error, "failures", None)
         inner = next(iter(failures.values()))[0] if failures else error
         reason = (str(inner).strip().splitlines() or [""])[0]

@@ -54,9 +54,15 @@ class Optimizer:
         matrices = [name for name, p in self.parameters.items() if p.ndim == 2 and config.kind == "muon"]
         self.momentum = {name: torch.zeros_like(self.masters[name]) for name in matrices}
         others = [master for name, master in self.masters.items() if name not in self.momentum]
-        on_gpu = others[0].device.type == "cuda"
+        groups = [  # gains of norms do not decay
+            {"params": [master for master in others if master.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [master for master in others if master.ndim < 2], "weight_decay": 0.0},
+        ]
         self.adam = torch.optim.AdamW(
-            others, lr=0.0, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=on_gpu or None
+            [group for group in groups if group["params"]],
+            lr=0.0,
+            betas=(config.beta1, config.beta2),
+            fused=others[0].device.type == "cuda" or None,
         )
         self.average = {name: m.detach().clone() for name, m in self.masters.items()} if config.ema else {}
 
