@@ -256,9 +256,12 @@ def test_a_token_that_reaches_out_of_its_span_bears_no_loss():
     assert before == "user: q<|eot|>assistant: hello" and text == " hello<|eot|>"
 
 
-def test_tokens_are_those_of_the_tokenizer():
+def test_tokens_are_those_of_the_tokenizer_without_its_cuts_and_padding():
     texts = ["user hello\n\n", "assistant hello\n"]
-    chat = Chat(tokenizer(LLAMA, texts=texts * 3, merges=20), {})
+    made = tokenizer(LLAMA, texts=texts * 3, merges=20)
+    made.backend_tokenizer.enable_truncation(9)
+    made.backend_tokenizer.enable_padding(length=500)
+    chat = Chat(made, {})
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "assistant hello\n x"}]
     [document] = chat.documents(messages)[0]
     whole = chat.tokenizer.apply_chat_template(messages, tokenize=False)
