@@ -67,10 +67,10 @@ def batch(*, blocks, predictions, width, vocabulary, chunk, teacher=True):
     return given
 
 
-def run(head, given, objective):
+def run(head, given, objective, factor=1 / 515):
     hidden = given["hidden"].detach().clone().requires_grad_()
     result = head(**{**given, "hidden": hidden}, objective=objective)
-    (result.total / 515).backward()
+    (result.total * factor).backward()
     return result, hidden.grad.float()
 
 
@@ -170,3 +170,12 @@ def test_one_trace_serves_every_number_of_chunks():
         given = batch(blocks=blocks, predictions=7, width=64, vocabulary=99, chunk=64)
         with torch.compiler.set_stance("fail_on_recompile" if blocks != 8 else "default"):
             run(head_pass, given, Objective(kl=1.0, weights="dpace"))
+
+
+def test_the_factor_of_backward_is_not_rounded():
+    """On a CPU it never is; here a 0-d tensor would be, to bfloat16, and the whole gradient would be off by as much."""
+    given = batch(blocks=20, predictions=7, width=64, vocabulary=99, chunk=64)
+    factor = 1 + 2**-8 - 2**-12  # bfloat16 has 1 and 1 + 2^-7 beside it
+    _, unit = run(head_pass, given, Objective(), factor=1.0)
+    _, scaled = run(head_pass, given, Objective(), factor=factor)
+    assert torch.equal(scaled, (unit * factor).bfloat16().float())
