@@ -84,7 +84,8 @@ def load_rows(config: Config, vocabulary: int) -> tuple[packing.Rows, list[packi
     rows = packing.pack(documents, config.data.row_length, padding=config.drafter.mask_token)
     if rows.cut:
         print(
-            f"warning: {rows.cut} documents are longer than a row; only their first {len(rows.tokens[0])} tokens are used"
+            f"warning: {rows.cut} documents are longer than a row; "
+            f"only their first {config.data.row_length} tokens are used"
         )
     if not anchors.eligible(rows).any():
         where = ", ".join(map(str, config.data.paths))
