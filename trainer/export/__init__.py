@@ -49,15 +49,9 @@ def export(
 
     def check(part: Path) -> None:
         nonlocal blocks
-        blocks = gate.check(
-            part,
-            writer,
-            drafter=drafter,
-            target=target,
-            target_path=config.target.path,
-            exported=exported,
-            prompts=gate.gate_prompts(exported),
-        )
+        prompts = gate.gate_prompts(exported)
+        both = {"drafter": drafter, "target": target, "target_path": config.target.path}
+        blocks = gate.check(gate.job_of(part, writer, exported, prompts=prompts, **both))
 
     shared = {"embedding": target.embedding, "head": target.head} if writer is speculators else {}
     writer.write(to, tensors, exported, overwrite=overwrite, check=check, **shared)

@@ -70,8 +70,7 @@ def facts(exported: Exported) -> dict[str, Any]:
 def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """One sentence for each fact of `facts` that was lost on the way."""
     return [
-        f"{FACTS.get(name, name)} differs: {json.dumps(wanted[name])} is wanted, "
-        f"the export has {json.dumps(found[name])}"
+        f"{FACTS[name]}: {json.dumps(wanted[name])} is wanted, the export has {json.dumps(found[name])}"
         for name in wanted
         if wanted[name] != found[name]
     ]
@@ -125,19 +124,18 @@ def read_features(target: Target, prompt: list[int]) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def check(
+def job_of(
     folder: Path,
     layout: ModuleType,
+    exported: Exported,
     *,
     drafter: Drafter,
     target: Target,
     target_path: Path,
-    exported: Exported,
     prompts: list[list[int]],
-) -> int:
-    """How many blocks were compared. Raises TrainerError with all that did not survive."""
-    wanted = drafts(drafter, target, exported, prompts)
-    job = {
+) -> dict[str, Any]:
+    """All that the fresh process is told, of JSON's types: where to read, and what has to come out."""
+    return {
         "folder": str(folder),
         "layout": layout.__name__,
         "target": str(target_path),
@@ -147,8 +145,12 @@ def check(
         "threads": torch.get_num_threads(),
         "facts": facts(exported),
         "prompts": prompts,
-        "drafts": wanted,
+        "drafts": drafts(drafter, target, exported, prompts),
     }
+
+
+def check(job: dict[str, Any]) -> int:
+    """Runs the job in a fresh process. How many blocks were compared; TrainerError with all that did not survive."""
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "job.json"
         path.write_text(json.dumps(job))
@@ -164,7 +166,7 @@ def check(
         raise TrainerError(f"the export cannot be read back: {last}")
     if problems := json.loads(done.stdout.splitlines()[-1]):
         raise TrainerError("the export is not the drafter that is in memory: " + "; ".join(problems))
-    return sum(map(len, wanted))
+    return sum(map(len, job["drafts"]))
 
 
 def problems_of(job: dict[str, Any]) -> list[str]:
