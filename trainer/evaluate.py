@@ -256,7 +256,7 @@ def evaluate_checkpoint(
         return evaluate_drafter(config, models, name=f"step {state.step}", json=json)
     from trainer.export import load_into
 
-    load_into(models.drafter, drafter)
+    load_into(models.drafter, drafter, config=config, target=models.target)
     return evaluate_drafter(config, models, name=str(drafter), json=json)
 
 

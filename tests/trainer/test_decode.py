@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from trainer import decode, equality, ngram
 from trainer.block_mask import LayerKind
@@ -33,7 +33,6 @@ class Case:
 
     kind: str = "qwen3"
     layers: int = 2
-    heads: int = 4
     kv_heads: int = 2
     tied: bool = True
     captured: tuple[int, ...] = (0, 1)
@@ -59,28 +58,26 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory):
-    """Case -> target and drafter, with weights large enough that every part matters."""
+def build(small_target):
+    """Case -> its target and drafter."""
     made = {}
 
     def of(case: Case) -> tuple[Target, Drafter]:
         if case not in made:
-            made[case] = make(case, tmp_path_factory.mktemp("target"))
+            folder = small_target(
+                case.kind,
+                vocab_size=VOCABULARY,
+                num_hidden_layers=case.layers,
+                num_key_value_heads=case.kv_heads,
+                tie_word_embeddings=case.tied,
+            )
+            made[case] = make(case, folder)
         return made[case]
 
     return of
 
 
 def make(case: Case, folder: Path) -> tuple[Target, Drafter]:
-    torch.manual_seed(7)
-    settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": case.layers,
-        "num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads, "head_dim": 8,
-        "max_position_embeddings": 256, "tie_word_embeddings": case.tied, "initializer_range": 0.25,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    config, model = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[case.kind]
-    model(config(**settings)).save_pretrained(folder)
     target = Target(folder, case.captured, CPU, dtype=case.dtype, dense=True)
     shape = Shape(
         hidden=32, intermediate=40, heads=4, kv_heads=2, head_size=8, features=len(case.captured),
