@@ -16,26 +16,29 @@ HERE = Path(__file__).parent
 PYTHON = HERE.parents[1] / ".venv-clients/bin/python"
 collect_ignore = [] if importlib.util.find_spec("torch") else ["test_clients.py"]
 
-Client = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
+Client = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]  # runs NAME_client.py: one answer for each case
 
 
 @pytest.fixture(scope="session")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Client:
-    """client(NAME, cases) runs NAME_client.py in the clients' environment; its answers, one for each case.
+def run_dflash(tmp_path_factory: pytest.TempPathFactory) -> Client:
+    return _client("dflash", tmp_path_factory.mktemp("dflash"))
 
-    Skips where there is no such environment, and fails where the lab has to run: there nothing may be skipped.
-    """
 
-    def run(name: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        has = PYTHON.exists() and _python(
-            ["-c", f"import importlib.util as u, sys; sys.exit(not u.find_spec('{name}'))"]
-        )
-        if not has or has.returncode:
-            text = f"there is no {name} in {PYTHON.parents[1].name}: `./run tests` installs it, on Python 3.11 or newer"
-            if os.environ.get("CI") or os.environ.get("ORCH_REQUIRE_LAB") == "1":
-                pytest.fail(text)
-            pytest.skip(text)
-        job = tmp_path_factory.mktemp(name) / "job.json"
+@pytest.fixture(scope="session")
+def run_speculators(tmp_path_factory: pytest.TempPathFactory) -> Client:
+    return _client("speculators", tmp_path_factory.mktemp("speculators"))
+
+
+def _client(name: str, folder: Path) -> Client:
+    """Skips where the clients' environment lacks it, and fails where the lab has to run: there nothing is skipped."""
+    if not PYTHON.exists() or _python(["-c", f"import importlib.metadata as m; m.version('{name}')"]).returncode:
+        text = f"there is no {name} in {PYTHON.parents[1].name}: `./run tests` installs it, on Python 3.11 or newer"
+        if os.environ.get("CI") or os.environ.get("ORCH_REQUIRE_LAB") == "1":
+            pytest.fail(text)
+        pytest.skip(text)
+
+    def run(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        job = folder / "job.json"
         job.write_text(json.dumps(cases))
         done = _python([str(HERE / f"{name}_client.py"), str(job)])
         assert done.returncode == 0, done.stderr[-3000:]

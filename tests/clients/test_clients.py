@@ -68,14 +68,14 @@ def parts(small: Small) -> tuple[dict[str, torch.Tensor], description.Exported]:
 
 
 @pytest.fixture(scope="module")
-def by_dflash(smalls: dict[str, Small], folder: Path, client) -> dict[str, dict]:
+def by_dflash(run_dflash, smalls: dict[str, Small], folder: Path) -> dict[str, dict]:
     cases = []
     for name in ZLAB:
         zlab.write(folder / f"{name}-zlab", *parts(smalls[name]))
         target = str(smalls[name].config.target.path)
         drafter = str(folder / f"{name}-zlab")
         cases.append({"drafter": drafter, "target": target, "prompts": PROMPTS, "new_tokens": NEW_TOKENS})
-    return dict(zip(ZLAB, client("dflash", cases), strict=True))
+    return dict(zip(ZLAB, run_dflash(cases), strict=True))
 
 
 class Watched:
@@ -93,7 +93,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("name", ZLAB)
-def test_dflash_emits_our_tokens_in_rounds_of_the_same_length(name, smalls, by_dflash):
+def test_dflash_emits_our_tokens_in_rounds_of_the_same_length(name, by_dflash, smalls):
     small, theirs = smalls[name], by_dflash[name]
     kept = set()
     for prompt, tokens, advances in zip(PROMPTS, theirs["tokens"], theirs["advances"], strict=True):
@@ -112,7 +112,7 @@ def test_dflash_emits_our_tokens_in_rounds_of_the_same_length(name, smalls, by_d
 
 
 @pytest.mark.parametrize("name", ZLAB)
-def test_dflash_understands_the_configuration(name, smalls, by_dflash):
+def test_dflash_understands_the_configuration(name, by_dflash, smalls):
     small = smalls[name]
     assert by_dflash[name]["facts"] == {
         "block_size": small.block,
@@ -131,7 +131,7 @@ ANCHORS = [2, 5, 6, 14, 15, 17, 20]  # sliding windows reach back to the start o
 
 
 @pytest.fixture(scope="module")
-def by_speculators(smalls: dict[str, Small], folder: Path, client) -> dict[str, dict]:
+def by_speculators(run_speculators, smalls: dict[str, Small], folder: Path) -> dict[str, dict]:
     cases = []
     for name in SPECULATORS:
         small = smalls[name]
@@ -150,11 +150,11 @@ def by_speculators(smalls: dict[str, Small], folder: Path, client) -> dict[str, 
             zlab.write(folder / f"{name}-converted", tensors, dataclasses.replace(exported, dtype="float32"))
             case["converted"] = str(folder / f"{name}-converted")
         cases.append(case)
-    return dict(zip(SPECULATORS, client("speculators", cases), strict=True))
+    return dict(zip(SPECULATORS, run_speculators(cases), strict=True))
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
-def test_speculators_drafts_as_the_trainer_does(name, smalls, by_speculators):
+def test_speculators_drafts_as_the_trainer_does(name, by_speculators, smalls):
     small = smalls[name]
     row = torch.tensor([[token for document in DOCUMENTS for token in document]])
     start = torch.tensor([[begin for begin, document in ((0, DOCUMENTS[0]), (13, DOCUMENTS[1])) for _ in document]])
@@ -172,7 +172,7 @@ def test_speculators_drafts_as_the_trainer_does(name, smalls, by_speculators):
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
-def test_speculators_understands_the_configuration(name, smalls, by_speculators):
+def test_speculators_understands_the_configuration(name, by_speculators, smalls):
     small = smalls[name]
     kinds = small.drafter.kinds
     family = TARGETS[DRAFTERS[name][0]][0]
@@ -202,10 +202,10 @@ def same(folder: Path, small: Small) -> None:
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
-def test_what_speculators_saves_is_read_back(name, smalls, by_speculators, folder):
+def test_what_speculators_saves_is_read_back(name, by_speculators, smalls, folder):
     same(folder / f"{name}-saved", smalls[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_what_speculators_makes_of_a_zlab_export_is_the_same_drafter(name, smalls, by_speculators, folder):
+def test_what_speculators_makes_of_a_zlab_export_is_the_same_drafter(name, by_speculators, smalls, folder):
     same(folder / f"{name}-converted" / "speculators", smalls[name])
