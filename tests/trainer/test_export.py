@@ -417,6 +417,10 @@ def test_each_lost_fact_has_its_sentence(job, changes, sentence):
     assert problem.startswith(sentence)
 
 
+def test_every_fact_has_a_name():
+    assert gate.facts(exported()).keys() == gate.FACTS.keys()
+
+
 def test_a_lost_type_of_the_weights_has_its_sentence(job):
     folder = Path(job["folder"])
     tensors = load_file(folder / files.WEIGHTS)

@@ -28,6 +28,7 @@ from trainer.proposers import DrafterProposer
 from trainer.target import Target
 
 PROMPTS, LEAST_LENGTH = 3, 48
+LONGEST_PART = 64  # tokens of a prompt that are drafted for
 PIECE = 256  # tokens that the target reads at a time
 Drafts = list[list[list[int]]]  # by prompt and round
 
@@ -91,7 +92,7 @@ def drafts(drafter: Drafter, target: Target, exported: Exported, prompts: list[l
     result = []
     for prompt in prompts:
         features = read_features(target, prompt)
-        start = max(1, len(prompt) // 3)
+        start = max(1, len(prompt) // 3, len(prompt) - LONGEST_PART)
         proposer = DrafterProposer(
             drafter,
             target,

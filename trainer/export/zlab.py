@@ -21,6 +21,7 @@ from torch import Tensor
 from trainer.errors import TrainerError
 from trainer.export import files, qwen3
 from trainer.export.description import Exported, check_tensors
+from trainer.models import spread_layers
 
 ARCHITECTURE = "DFlashDraftModel"
 CODE = f'''"""This drafter's class is in z-lab's package: pip install dflash"""
@@ -149,8 +150,6 @@ def _causal(reading: qwen3.Reading, inner: qwen3.Reading) -> qwen3.Causal:
 
 def _default_layers(reading: qwen3.Reading, depth: int) -> tuple[int, ...]:
     """z-lab's rule where none are named: as many as the drafter has layers, spread evenly."""
-    from trainer.models import spread_layers
-
     if depth < 1:
         raise reading.error("has neither `dflash_config.target_layer_ids` nor `num_target_layers`")
     return spread_layers(depth, reading.get("num_hidden_layers", int))
