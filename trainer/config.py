@@ -35,14 +35,14 @@ class DrafterConfig:
     """Widths and the size of a head are the target's."""
 
     mask_token: int = setting(least=0)
-    target_layers: tuple[int, ...] = setting((), least=0)  # features: outputs of these; empty: `features` of them, spread
+    target_layers: tuple[int, ...] = setting((), least=0)  # captured; empty: `features` of them, evenly spread
     features: int = setting(5, least=1)
     layers: int = setting(5, least=1)
     block_size: int = setting(16, least=2)
     heads: int = setting(0, least=0)  # 0: as many as the target has
     kv_heads: int = setting(0, least=0)
     intermediate: int = setting(0, least=0)
-    sliding_window: int = setting(0, least=0)  # keys a query of a sliding layer sees, itself included; 0: no such layers
+    sliding_window: int = setting(0, least=0)  # keys that a query of a sliding layer sees, itself one; 0: none slides
     sliding_layers: tuple[int, ...] = setting((), least=0)  # empty: all layers, when there is a window
     causal: bool = False  # inside a block, in full layers (JetSpec)
     sliding_causal: bool = True  # inside a block, in sliding layers, as the serving engines have it

@@ -102,7 +102,7 @@ def new_drafter(config: Config, target: Target) -> Drafter:
     else:
         from trainer.export import load_into
 
-        load_into(drafter, config.drafter.initial)
+        load_into(drafter, config.drafter.initial, config=config, target=target)
     drafter.activation_checkpointing = config.activation_checkpointing
     return drafter.to(target.device, choose_dtype(config.dtype, target.device))
 
