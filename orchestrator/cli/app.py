@@ -124,6 +124,25 @@ def diagnose(
 
 
 @app.command()
+def probe(
+    place: Annotated[str | None, typer.Argument(metavar="PLACE", help="HOST or HOST/CONTAINER.")] = None,
+    env: Annotated[
+        str | None,
+        typer.Option("--env", "-e", metavar="NAME|ID", help="An environment there; the latest used when left out."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="PATH", help="A Python at the place, in place of an environment.")
+    ] = None,
+    json: JsonOption = False,
+    explain: ExplainOption = False,
+) -> None:
+    """Say what can go wrong with an environment's torch when it compiles: try it there. Exit 1 on a bad setting."""
+    from orchestrator.cli.probe import probe_command
+
+    probe_command(place, env=env, python=python, json=json, explain=explain)
+
+
+@app.command()
 def attach(run: OneRunArgument = None, place: PlaceOption = None, explain: ExplainOption = False) -> None:
     """Enter the run's tmux session. Leave it with Ctrl-b d; the run goes on."""
     from orchestrator.cli.attach import attach_command

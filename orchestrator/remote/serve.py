@@ -18,7 +18,19 @@ import time
 import traceback
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
-from . import codetree, environment, environment_gc, evidence, facts, files, frames, generations, probe, runs
+from . import (
+    codetree,
+    environment,
+    environment_gc,
+    evidence,
+    facts,
+    files,
+    frames,
+    generations,
+    probe,
+    runs,
+    torch_probe,
+)
 from .frames import OpError
 
 Answer = Union[Dict[str, Any], Tuple[Dict[str, Any], bytes]]
@@ -212,7 +224,8 @@ def sentence(error: BaseException, op: str, root: str) -> str:
 def tables() -> Dict[str, Op]:
     """Every operation that this program has."""
     ops: Dict[str, Op] = {}
-    for module in (codetree, environment, environment_gc, evidence, facts, files, generations, probe, runs):
+    modules = (codetree, environment, environment_gc, evidence, facts, files, generations, probe, runs, torch_probe)
+    for module in modules:
         for name, op in module.OPS.items():
             if name in ops:
                 raise RuntimeError("two operations are called %r" % name)
