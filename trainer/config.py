@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainer.config_reader import ConfigError, Reader, setting
+from trainer.topology import Topology
 
 __all__ = ["Config", "ConfigError", "load"]
 
@@ -25,7 +28,8 @@ class DataConfig:
     paths: tuple[Path, ...]  # files or globs, see data/sources.py
     row_length: int = setting(256, least=2)
     rows_per_step: int = setting(4, least=1)  # over all ranks and micro-batches
-    micro_batches: int = setting(1, least=1)  # gradients of so many parts of a step are added up
+    micro_batches: int = setting(1, least=1)  # parts of a step on each rank, whose gradients are added up
+    anchor_draws: int = setting(1, least=1)  # steps that train on the same rows and features, with fresh anchors
     template: dict[str, Any] = field(default_factory=dict)  # for the chat template, such as enable_thinking: false
     broken_share: float = setting(0.01, least=0, most=1)  # of unreadable records; with more the run stops
 
@@ -107,6 +111,25 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopologyConfig:
+    mode: str = setting("colocated", among=("colocated", "split"))
+    ranks: int = setting(1, least=1)  # of colocated: each holds target and drafter
+    targets: int = setting(1, least=1)  # of split: ranks that hold the target, the first ones
+    drafters: int = setting(1, least=1)  # of split: ranks that train, unless `drafters:` lists them
+    backend: str = setting("auto", among=("auto", "nccl", "gloo"))  # auto: nccl where every rank has a GPU of its own
+    timeout: float = setting(1800.0, least=1)  # seconds that any one wait for another rank may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of several drafters fed by the same targets: a whole configuration of its own, and how many ranks."""
+
+    name: str
+    ranks: int
+    config: "Config"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     name: str
     target: TargetConfig
@@ -117,6 +140,8 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+    variants: tuple[Variant, ...] = field(default=(), metadata={"key": None})  # made from the file's `drafters:`
+    topology: TopologyConfig = TopologyConfig()
     steps: int = setting(least=1)
     seed: int = setting(0, least=0)
     device: str = "auto"  # auto, cpu, cuda, cuda:N
@@ -124,18 +149,74 @@ class Config:
     attention: str = setting("flex", among=("flex", "dense"))  # dense builds the scores: for CPUs and tests
     activation_checkpointing: bool = False
     spike: float = setting(4.0, least=0)  # times the median of the last losses stops the run; 0 is off
+    compile: str = setting("auto", among=("auto", "on", "off"))  # the head's arithmetic; auto: on a GPU
     threads: int = setting(0, least=0)  # of torch on the CPU; 0 leaves torch's own choice
     print_every: int = setting(50, least=1)  # steps
+
+    @property
+    def plan(self) -> Topology:
+        """Who does what. `drafters:` of the file, where given, become the variants of `split`."""
+        if self.topology.mode == "colocated":
+            return Topology(drafters=(self.topology.ranks,), parts_per_rank=self.data.micro_batches)
+        drafters = tuple(variant.ranks for variant in self.variants) or (self.topology.drafters,)
+        return Topology(
+            mode="split",
+            targets=self.topology.targets,
+            drafters=drafters,
+            parts_per_rank=self.data.micro_batches,
+        )
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """Read `path`, with `overrides` such as "optimizer.clip=0" laid over it. Raises ConfigError."""
     reader = Reader(path)
-    config = reader.read(Config, overrides or [])
+    root = reader.root(overrides or [])
+    listed = reader.take(root, "drafters")
+    config = reader.section(Config, root, "")
+    if not reader.problems and listed is not None:
+        variants = _variants(reader, root, listed)
+        config = replace(config, variants=variants) if not reader.problems else config
     if not reader.problems:
         check_together(config, reader.problem_of)
+        for variant in config.variants:
+            check_together(variant.config, reader.problem_of)
     reader.raise_problems()
     return config
+
+
+def _variants(reader: Reader, root: yaml.MappingNode, listed: yaml.Node) -> tuple[Variant, ...]:
+    """Each entry of `drafters:` has a name, ranks, and whatever of the file's settings it changes."""
+    if not isinstance(listed, yaml.SequenceNode) or not listed.value:
+        reader.problem(listed, "`drafters` must be a list of drafters, each with a name")
+        return ()
+    variants: list[Variant] = []
+    for entry in listed.value:
+        if not isinstance(entry, yaml.MappingNode):
+            reader.problem(entry, "a drafter of `drafters` must be a mapping with a name")
+            continue
+        for key in entry.value:
+            if key[0].value not in VARIED:
+                reader.problem(key[0], f"`drafters` cannot change `{key[0].value}`: only {', '.join(VARIED)}")
+        head = yaml.MappingNode(
+            entry.tag, [p for p in entry.value if p[0].value in ("name", "ranks")], entry.start_mark
+        )
+        head = reader.section(_VariantHead, head, "drafters.")
+        changes = [p for p in entry.value if p[0].value not in ("name", "ranks")]
+        config = reader.section(Config, reader.laid_over(root, changes), "")
+        if head is not None and config is not None:
+            if any(head.name == other.name for other in variants):
+                reader.problem(entry, f"two of `drafters` are called {head.name}")
+            variants.append(Variant(name=head.name, ranks=head.ranks, config=config))
+    return tuple(variants)
+
+
+VARIED = ("name", "ranks", "seed", "drafter", "loss", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VariantHead:
+    name: str
+    ranks: int = setting(1, least=1)
 
 
 Problem = Callable[[str, str], None]  # the setting's full name, what is wrong
@@ -152,8 +233,14 @@ def check_together(config: Config, problem: Problem) -> None:
         problem("evaluate.prompts", f"is not a file: {config.evaluate.prompts}")
     if config.evaluate.every and config.evaluate.prompts is None:
         problem("evaluate.every", "needs `evaluate.prompts`")
-    if config.data.rows_per_step % config.data.micro_batches:
-        problem("data.micro_batches", f"must divide rows_per_step, {config.data.rows_per_step}")
+    plan = config.plan
+    if config.data.rows_per_step % plan.parts:
+        problem(
+            "data.rows_per_step",
+            f"must be a multiple of {plan.parts}, the parts of a step: micro_batches for each of the ranks that train",
+        )
+    if config.variants and config.topology.mode != "split":
+        problem("topology.mode", "must be split, where `drafters` lists several")
     drafter, loss, device = config.drafter, config.loss, config.device
     if drafter.block_size > config.data.row_length:
         problem("drafter.block_size", f"is larger than a row ({config.data.row_length} tokens)")

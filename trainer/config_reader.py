@@ -39,8 +39,8 @@ class Reader:
         self.problems: list[tuple[int, str]] = []
         self.lines: dict[str, int] = {}
 
-    def read(self, kind: type, overrides: list[str]) -> Any:
-        """-> a `kind`, or None when something is wrong with its settings. Raises ConfigError when there is no YAML."""
+    def root(self, overrides: list[str]) -> yaml.MappingNode:
+        """The file's mapping, with `overrides` laid over it. Raises ConfigError when there is none."""
         path = self.path
         try:
             root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -55,7 +55,24 @@ class Reader:
             raise ConfigError(f"{path}:1: a configuration is a mapping of settings, beginning with `name: …`")
         for override in overrides:
             self.override(root, override)
-        return self.section(kind, root, "")
+        return root
+
+    @staticmethod
+    def take(root: yaml.MappingNode, name: str) -> yaml.Node | None:
+        """Removes a key, and returns its value."""
+        found = next((value for key, value in root.value if key.value == name), None)
+        root.value = [pair for pair in root.value if pair[0].value != name]
+        return found
+
+    def laid_over(self, under: yaml.MappingNode, changes: list[tuple[yaml.Node, yaml.Node]]) -> yaml.MappingNode:
+        """A copy of `under` in which `changes` replace values, and reach into mappings."""
+        pairs = {key.value: (key, value) for key, value in under.value}
+        for key, value in changes:
+            _, old = pairs.get(key.value, (None, None))
+            if isinstance(old, yaml.MappingNode) and isinstance(value, yaml.MappingNode):
+                value = self.laid_over(old, value.value)
+            pairs[key.value] = (key, value)
+        return yaml.MappingNode(under.tag, list(pairs.values()), under.start_mark, under.end_mark)
 
     def raise_problems(self) -> None:
         if self.problems:
@@ -81,8 +98,7 @@ class Reader:
             leaf = None
         if leaf is None:
             return self.problem(0, f"{text}: the value is not YAML")
-        for node in [leaf, *(leaf.value if isinstance(leaf, yaml.SequenceNode) else [])]:
-            node.start_mark = mark
+        _mark(leaf, mark)
         *parents, last = name.split(".")
         node = root
         for part in parents:
@@ -100,7 +116,7 @@ class Reader:
     def section(self, kind: type, node: yaml.Node, prefix: str) -> Any:
         if not isinstance(node, yaml.MappingNode):
             return self.problem(node, f"{prefix.rstrip('.')}: expected settings below it, one a line")
-        fields = {item.name: item for item in dataclasses.fields(kind)}
+        fields = {item.name: item for item in dataclasses.fields(kind) if "key" not in item.metadata}
         values: dict[str, Any] = {}
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else "?"
@@ -165,3 +181,11 @@ class Reader:
         if most is not None and value > most:
             return self.problem(node, f"`{name}` must be at most {most:g}, not {node.value}")
         return value
+
+
+def _mark(node: yaml.Node, mark: yaml.Mark) -> None:
+    """Every part of what an override says comes from there."""
+    node.start_mark = mark
+    for below in node.value if not isinstance(node, yaml.ScalarNode) else ():
+        for part in below if isinstance(below, tuple) else (below,):
+            _mark(part, mark)

@@ -1,0 +1,101 @@
+"""Which rank does what, and which batch goes where. Pure functions: nothing here knows of processes.
+
+`colocated`: every rank holds target and drafter, and the parts of a step are dealt out to them in turn.
+`split`: ranks 0 … T-1 hold the target, the others drafters, of one configuration or of several (variants). A step has
+P parts; part p of data step s is batch j = s * P + p. It is made by target j mod T and eaten, in each variant, by its
+drafter j mod D. All of it is fixed, so a run does not depend on timing, nor on T and D beyond rounding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    rank: int
+    kind: Literal["both", "target", "drafter"]
+    index: int  # among the targets, or among the drafters of its variant
+    variant: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    mode: Literal["colocated", "split"] = "colocated"
+    targets: int = 1  # of `split`
+    drafters: tuple[int, ...] = (1,)  # ranks of each variant; of `colocated`, the number of all ranks
+    parts_per_rank: int = 1  # micro-batches that the drafters of the largest variant take a step
+
+    @property
+    def world(self) -> int:
+        return sum(self.drafters) + (self.targets if self.mode == "split" else 0)
+
+    @property
+    def parts(self) -> int:
+        """P: every variant's drafters get equally many parts of a step."""
+        return self.parts_per_rank * lcm(*self.drafters)
+
+    def role(self, rank: int) -> Role:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"there are {self.world} ranks, and no rank {rank}")
+        if self.mode == "colocated":
+            return Role(rank=rank, kind="both", index=rank)
+        if rank < self.targets:
+            return Role(rank=rank, kind="target", index=rank)
+        index = rank - self.targets
+        for variant, count in enumerate(self.drafters):
+            if index < count:
+                return Role(rank=rank, kind="drafter", index=index, variant=variant)
+            index -= count
+        raise AssertionError
+
+    def drafter_ranks(self, variant: int) -> list[int]:
+        """Ranks that train this variant, in order: their gradients are added up."""
+        first = (self.targets if self.mode == "split" else 0) + sum(self.drafters[:variant])
+        return list(range(first, first + self.drafters[variant]))
+
+    def own_parts(self, role: Role) -> list[int]:
+        """The parts of every step that a drafter trains on."""
+        return list(range(role.index, self.parts, self.drafters[role.variant]))
+
+    def maker(self, batch: int) -> int:
+        """The target rank that makes this batch."""
+        return batch % self.targets
+
+    def eaters(self, batch: int) -> list[int]:
+        """The drafter ranks that eat it, one of each variant."""
+        return [self.drafter_ranks(v)[batch % count] for v, count in enumerate(self.drafters)]
+
+    def made_by(self, target: int, first: int, last: int) -> Iterator[int]:
+        """Batches first … last-1 of this target, in the order in which it makes them."""
+        return iter(range(first + (target - first) % self.targets, last, self.targets))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Where time goes, per batch: what a target needs to make one, a drafter to eat one."""
+
+    make: float  # seconds
+    eat: float
+
+    def rate(self, targets: int, drafters: int) -> float:
+        """Batches a second of such a split."""
+        return min(targets / self.make, drafters / self.eat)
+
+    def best(self, ranks: int) -> tuple[int, int]:
+        """(targets, drafters) of so many ranks with the highest rate."""
+        splits = [(targets, ranks - targets) for targets in range(1, ranks)]
+        return max(splits, key=lambda split: self.rate(*split))
+
+
+def advice(balance: Balance, targets: int, drafters: int) -> str:
+    """A sentence on whether another split of the same ranks would be faster; empty when this one is near the best."""
+    best = balance.best(targets + drafters)
+    gain = balance.rate(*best) / balance.rate(targets, drafters) - 1
+    if gain < 0.05:
+        return ""
+    return (
+        f"a target makes a batch in {balance.make:.2f} s, a drafter eats one in {balance.eat:.2f} s: "
+        f"{best[0]} targets and {best[1]} drafters would be {gain:.0%} faster than {targets} and {drafters}"
+    )
