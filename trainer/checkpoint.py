@@ -88,7 +88,7 @@ class Saver:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise TrainerError(f"{self.folder}: the checkpoint could not be written: {failure}") from failure
+            raise TrainerError(f"{self.folder}: the checkpoint could not be written: {_reason(failure)}") from failure
 
     def _make_room(self, needed: int) -> None:
         """Older checkpoints may go for a new one, but never the last complete one."""
@@ -180,11 +180,15 @@ def _read(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         with _alone():
             dcp.load(tensors, checkpoint_id=path, no_dist=not torch.distributed.is_initialized())
-    except (Exception, CheckpointException) as error:  # of many kinds, and wrapped, with tracebacks in the text
-        failures = getattr(error, "failures", None)
-        inner = next(iter(failures.values()))[0] if failures else error
-        reason = (str(inner).strip().splitlines() or [""])[0]
-        raise TrainerError(f"{path}: cannot be loaded: {type(inner).__name__}: {reason}") from None
+    except (Exception, CheckpointException) as error:
+        raise TrainerError(f"{path}: cannot be loaded: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """One line: what torch raises is of many kinds, and wrapped, with whole tracebacks in the text."""
+    failures = getattr(error, "failures", None)
+    inner = next(iter(failures.values()))[0] if failures else error
+    return f"{type(inner).__name__}: {(str(inner).strip().splitlines() or [''])[0]}"
 
 
 @contextlib.contextmanager

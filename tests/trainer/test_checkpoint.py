@@ -123,6 +123,21 @@ def test_a_save_that_fails_leaves_nothing_and_is_said(tmp_path, monkeypatch):
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000002"]
 
 
+def test_a_failed_save_is_said_in_one_line(tmp_path, monkeypatch):
+    """torch's own text is a traceback in the message."""
+    _, optimizer = trained(1)
+
+    def fail(*_, **__):
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", fail)
+    saver = Saver(tmp_path, keep=1)
+    saver.save(optimizer, state(1))
+    with pytest.raises(TrainerError) as caught:
+        saver.wait()
+    assert str(caught.value).endswith("could not be written: OSError: [Errno 27] File too large")
+
+
 def test_half_written_ones_are_none_and_are_removed(tmp_path):
     _, optimizer = trained(1)
     (tmp_path / ".partial-step-000009-77").mkdir()
