@@ -179,7 +179,7 @@ def load_drafter(path: Path, drafter: Drafter) -> None:
 def _read(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         with _alone():
-            dcp.load(tensors, checkpoint_id=path, no_dist=not torch.distributed.is_initialized())
+            dcp.load(tensors, checkpoint_id=path, no_dist=True)  # each process reads for itself
     except (Exception, CheckpointException) as error:
         raise TrainerError(f"{path}: cannot be loaded: {_reason(error)}") from None
 

@@ -10,6 +10,7 @@ from trainer.config import Config, DrafterConfig
 from trainer.drafter import Drafter, Shape, initialise
 from trainer.errors import TrainerError
 from trainer.target import Target, choose_dtype
+from trainer.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def load_target(config: Config, device: torch.device) -> Target:
     )
 
 
-def new_drafter(config: Config, target: Target) -> Drafter:
+def new_drafter(config: Config, target: Target | Vocabulary) -> Drafter:
     """With fresh weights from the seed, or those of the exported drafter that the configuration begins with."""
     drafter = Drafter(shape_of(config.drafter, target.config))
     if config.drafter.initial is None:
@@ -102,7 +103,8 @@ def new_drafter(config: Config, target: Target) -> Drafter:
     else:
         from trainer.export import load_into
 
-        load_into(drafter, config.drafter.initial, config=config, target=target)
+        whole = target if isinstance(target, Target) else None  # a rank without the target checks the shape alone
+        load_into(drafter, config.drafter.initial, config=config, target=whole)
     drafter.activation_checkpointing = config.activation_checkpointing
     return drafter.to(target.device, choose_dtype(config.dtype, target.device))
 

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from trainer import attention, block_mask
 from trainer.cache import PositionCache
 from trainer.errors import TrainerError
+from trainer.vocabulary import Vocabulary
 
 logging.disable_progress_bar()
 
@@ -117,22 +118,37 @@ class Target:
     def final_norm(self) -> Tensor:
         return self.model.model.norm.weight
 
-    def _forward(self, body: nn.Module, tokens: Tensor, positions: Tensor, attend: Attend, **cache: object) -> tuple:
-        """-> what the body returns [R, Q, H], features [R, Q, K*H]."""
-        self._features = None
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(embedding=self.embedding, head=self.head, final_norm=self.final_norm, config=self.config)
+
+    def _forward(
+        self,
+        body: nn.Module,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        into: Tensor | None = None,
+        **cache: object,
+    ) -> tuple:
+        """-> what the body returns [R, Q, H], features [R, Q, K*H]; these are written into `into` where it is given."""
+        self._features = into
         with _using(attend):
             output = body(input_ids=tokens, position_ids=positions, use_cache=False, **cache)
         features, self._features = self._features, None
         return output[0], features
 
     @torch.no_grad()
-    def inspect(self, tokens: Tensor, start: Tensor, *, last: bool = True) -> tuple[Tensor | None, Tensor]:
+    def inspect(
+        self, tokens: Tensor, start: Tensor, *, last: bool = True, into: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         """Read packed rows: tokens and start [R, S] -> last hidden state after the final norm [R, S, H], and
         features [R, S, K*H]. No document sees another. Without `last` the target stops after the last captured layer.
+        Features can be written `into` a tensor that is there.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device) - start
         body = self.model.model if last else self._trunk
-        hidden, features = self._forward(body, tokens, positions, documents(start, dense=self.dense))
+        hidden, features = self._forward(body, tokens, positions, documents(start, dense=self.dense), into)
         return hidden if last else None, features
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from trainer import attention, target
 from trainer.errors import TrainerError
 from trainer.models import spread_layers
 from trainer.target import Target
+from trainer.vocabulary import load_vocabulary
 
 CPU = torch.device("cpu")
 FAMILIES = [("qwen3", {}), ("llama", {}), ("mistral", {"sliding_window": 5}), ("qwen3", {"tie_word_embeddings": True})]
@@ -86,12 +87,12 @@ def test_the_check_finds_positions_that_do_not_restart(small_target, monkeypatch
     frozen = load(small_target())
     forward = frozen._forward
     monkeypatch.setattr(
-        frozen, "_forward", lambda body, tokens, positions, attend: forward(body, tokens, positions * tokens, attend)
+        frozen, "_forward", lambda body, tokens, positions, *rest: forward(body, tokens, positions * tokens, *rest)
     )
     frozen.check_isolation(24)  # a function of the document itself is none of the check's business
     index = torch.arange(24)
     monkeypatch.setattr(
-        frozen, "_forward", lambda body, tokens, positions, attend: forward(body, tokens, index[None] ** 2, attend)
+        frozen, "_forward", lambda body, tokens, positions, *rest: forward(body, tokens, index[None] ** 2, *rest)
     )
     with pytest.raises(TrainerError, match="lets packed documents see each other"):
         frozen.check_isolation(24)
@@ -153,3 +154,22 @@ def test_what_is_no_model_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TrainerError, match="not a loadable causal LM"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}])
+def test_the_ends_of_a_target_are_read_without_its_layers(small_target, options):
+    path = small_target(**options)
+    whole, ends = load(path).vocabulary, load_vocabulary(path, dtype=torch.float32, device=CPU)
+    for name in ("embedding", "head", "final_norm"):
+        assert torch.equal(getattr(whole, name), getattr(ends, name))
+    assert ends.config.num_hidden_layers == 4
+    with pytest.raises(TrainerError, match="cannot be read"):
+        load_vocabulary(path / "nowhere", dtype=torch.float32, device=CPU)
+
+
+def test_features_are_written_where_they_are_wanted(small_target):
+    frozen, tokens = load(small_target()), torch.arange(12)[None]
+    buffer = torch.full((12 * 96,), float("nan"))
+    _, features = frozen.inspect(tokens, torch.zeros_like(tokens), into=buffer.view(1, 12, 96))
+    _, anew = frozen.inspect(tokens, torch.zeros_like(tokens))
+    assert torch.equal(buffer.view(1, 12, 96), anew) and features.data_ptr() == buffer.data_ptr()

@@ -76,28 +76,38 @@ def micro_batches(
     chunk: int,
     pad: bool,
     draw: int = 0,
+    anchor_seed: int | None = None,
     only: Sequence[int] | None = None,
 ) -> list[Batch]:
     """The step's rows in `parts` equal parts (of all ranks together), or only the parts named.
 
     `width` slots a row hold up to `anchors_per_row` blocks. `gamma` None leaves every weight 1. `pad` fills the last
     chunk too, and makes one chunk of padding where nothing is supervised, so that shapes are multiples of `chunk`.
-    `draw` 1, 2, … gives the same rows other anchors.
+    `draw` 1, 2, … and `anchor_seed` (default: seed) give the same rows other anchors.
     """
+    batches = []
+    for part in range(parts) if only is None else only:
+        first, taken = part_rows(rows, part, seed=seed, step=step, rows_per_step=rows_per_step, parts=parts)
+        anchor, keep = anchors.draw(
+            seed if anchor_seed is None else anchor_seed,
+            step,
+            allowed=anchors.eligible(taken),
+            slots=anchors_per_row,
+            width=width,
+            first=first,
+            number=draw,
+        )
+        batches.append(supervise(taken, anchor, keep, block=block, shifted=shifted, gamma=gamma, chunk=chunk, pad=pad))
+    return batches
+
+
+def part_rows(rows: Rows, part: int, *, seed: int, step: int, rows_per_step: int, parts: int) -> tuple[int, Rows]:
+    """One part of a step's rows, and the number of its first row in the step."""
     if rows_per_step % parts:
         raise ValueError(f"{rows_per_step} rows a step do not split into {parts} parts")
     size = rows_per_step // parts
     index = order(seed, step, rows=len(rows), rows_per_step=rows_per_step)
-    batches = []
-    for part in range(parts) if only is None else only:
-        first = part * size
-        taken = rows.take(index[first : first + size])
-        allowed = anchors.eligible(taken)
-        anchor, keep = anchors.draw(
-            seed, step, allowed=allowed, slots=anchors_per_row, width=width, first=first, number=draw
-        )
-        batches.append(supervise(taken, anchor, keep, block=block, shifted=shifted, gamma=gamma, chunk=chunk, pad=pad))
-    return batches
+    return part * size, rows.take(index[part * size : (part + 1) * size])
 
 
 def supervise(

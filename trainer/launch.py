@@ -1,0 +1,92 @@
+"""More than one rank: this process becomes torchrun, which starts them.
+
+On several machines the launcher at each is told by ORCH_NODES, ORCH_NODE_RANK and ORCH_RENDEZVOUS (ADDRESS:PORT of
+the first), and starts its share of the ranks: equal shares, or ORCH_RANKS, such as 5,3, by machine.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from trainer.errors import TrainerError
+from trainer.topology import Topology
+
+CGROUP = Path("/sys/fs/cgroup")  # of this container
+SHUTDOWN = 600  # seconds that ranks have to save after SIGTERM, where nobody's patience is shorter; torchrun's is 30
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def own_ranks(world: int, environment: dict[str, str]) -> int:
+    """How many of the ranks this machine starts. Raises TrainerError."""
+    nodes, node = int(environment.get("ORCH_NODES", "1")), int(environment.get("ORCH_NODE_RANK", "0"))
+    if "ORCH_RANKS" in environment:
+        shares = [int(share) for share in environment["ORCH_RANKS"].split(",")]
+        if len(shares) != nodes or sum(shares) != world:
+            raise TrainerError(
+                f"ORCH_RANKS {environment['ORCH_RANKS']} does not deal {world} ranks out to {nodes} machines"
+            )
+        return shares[node]
+    if world % nodes:
+        raise TrainerError(f"{world} ranks are no equal shares on {nodes} machines; set ORCH_RANKS, such as 5,3")
+    return world // nodes
+
+
+def command(topology: Topology, arguments: list[str], environment: dict[str, str]) -> list[str]:
+    """The words that start this machine's ranks, each of which runs `python -m trainer ARGUMENTS`."""
+    nodes, node = environment.get("ORCH_NODES", "1"), environment.get("ORCH_NODE_RANK", "0")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    words.append(str(own_ranks(topology.world, environment)))
+    if nodes == "1":
+        words.append("--standalone")
+    else:
+        address, colon, port = environment.get("ORCH_RENDEZVOUS", "").rpartition(":")
+        if not colon or not address or not port.isdigit():
+            raise TrainerError(f"{nodes} machines need ORCH_RENDEZVOUS, ADDRESS:PORT of the first one")
+        words += ["--nnodes", nodes, "--node-rank", node, "--master-addr", address, "--master-port", port]
+        words += ["--rdzv-id", environment.get("ORCH_RUN_ID", "run")]
+    return [*words, "-m", "trainer", *arguments]
+
+
+def environment_of_ranks(topology: Topology, environment: dict[str, str]) -> dict[str, str]:
+    """What the ranks inherit: shares of the machine's cores, and time to save when they are asked to end."""
+    cores, ranks = len(os.sched_getaffinity(0)), own_ranks(topology.world, environment)
+    share = max(1, cores // ranks)
+    return {
+        "OMP_NUM_THREADS": str(share),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_processes(share)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN),
+        **environment,
+    }
+
+
+def compile_processes(cores: int) -> int:
+    """Compiling takes processes of about a gigabyte each: no more than the cores, nor than half of the memory free."""
+    free = memory_free()
+    return max(1, min(cores, 32) if free is None else min(cores, 32, free // (2 << 30)))
+
+
+def memory_free() -> int | None:
+    """Bytes that this container may still take, or None where that is unknown."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no limit that can be read
+    return max(free, 0)
+
+
+def become_torchrun(topology: Topology, arguments: list[str]) -> None:
+    """Does not return. The process keeps its pid, so whoever started it watches torchrun itself."""
+    environment = dict(os.environ)
+    words = command(topology, arguments, environment)
+    sys.stdout.flush()
+    os.execve(words[0], words, environment_of_ranks(topology, environment))

@@ -1,0 +1,136 @@
+"""The processes of a run: their groups, their device, and what they tell each other.
+
+A run of one process is a world of one, in which every sum is the thing itself. Otherwise torchrun has started us, and
+its store (which outlives any rank) carries heartbeats and the name of whoever failed first: see watchdog.py.
+
+Communicators: a gloo group for each pair of target and drafter (requests, and features where NCCL cannot carry them),
+an NCCL group for such a pair where both have a GPU of their own, and one group for the drafters of a variant. NCCL
+refuses two ranks of one communicator on one card, so ranks that share one use gloo.
+"""
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import TrainerError
+from trainer.topology import Role, Topology
+from trainer.watchdog import Watchdog, store_of_the_launcher
+
+Pair = tuple[int, int]  # target rank, drafter rank
+
+
+@dataclass(kw_only=True)
+class World:
+    topology: Topology
+    role: Role
+    device: torch.device
+    timeout: float
+    peers: dist.ProcessGroup | None = None  # the drafters of this rank's variant
+    control: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)  # gloo
+    data: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
+    store: dist.Store | None = None
+    watchdog: Watchdog | None = None
+    barriers: int = 0
+
+    @property
+    def alone(self) -> bool:
+        return self.topology.world == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks and writes for its variant."""
+        return self.role.kind != "target" and self.role.index == 0
+
+    def sum(self, tensors: list[Tensor]) -> None:
+        """In place, over the drafters of this variant."""
+        if self.peers is None or dist.get_world_size(self.peers) == 1:
+            return
+        for tensor in tensors:
+            _all_reduce(tensor, self.peers)
+
+    def barrier(self) -> None:
+        """Of all ranks; through the store, so that no communicator is needed yet."""
+        if self.store is None:
+            return
+        self.barriers += 1
+        name = f"barrier/{self.barriers}"
+        if self.store.add(name, 1) == self.topology.world:
+            self.store.set(f"{name}/done", "1")
+        self.store.wait([f"{name}/done"], datetime.timedelta(seconds=self.timeout))
+
+    def leave(self) -> None:
+        """This rank has done all that the others need of it."""
+        if self.watchdog is not None:
+            self.watchdog.left()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """gloo reduces on the host; what it may not take from a GPU goes through a copy."""
+    if tensor.is_cuda and dist.get_backend(group) == "gloo":
+        host = tensor.cpu()
+        dist.all_reduce(host, group=group)
+        tensor.copy_(host)
+    else:
+        dist.all_reduce(tensor, group=group)
+
+
+def choose_backend(wanted: str, devices: list[str]) -> str:
+    """nccl where every rank has a card of its own. Raises TrainerError where nccl is demanded and cannot be."""
+    apart = all(device != "cpu" for device in devices) and len(set(devices)) == len(devices)
+    if wanted == "nccl" and not apart:
+        raise TrainerError(
+            f"topology.backend: nccl needs a GPU for every rank, and these ranks are on {', '.join(devices)}; "
+            "set topology.backend: auto"
+        )
+    return "nccl" if apart and wanted != "gloo" else "gloo"
+
+
+def join(topology: Topology, device: torch.device, *, backend: str = "auto", timeout: float = 1800.0) -> World:
+    """This process's place among the ranks. Raises TrainerError where torchrun started another number of them."""
+    if topology.world == 1:
+        return World(topology=topology, role=topology.role(0), device=device, timeout=timeout)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != topology.world:
+        raise TrainerError(f"the configuration's topology has {topology.world} ranks, and torchrun started {size}")
+    patience = datetime.timedelta(seconds=timeout)
+    place = os.environ.get("ORCH_PLACE") or socket.gethostname()
+    watchdog = Watchdog(store_of_the_launcher, rank=rank, size=size, place=place)
+    dist.init_process_group("gloo", timeout=patience)
+    store = dist.PrefixStore("trainer", dist.distributed_c10d._get_default_store())
+    store.set(f"device/{rank}", f"{place} {device}" if device.type == "cuda" else "cpu")
+    devices = [store.get(f"device/{other}").decode() for other in range(size)]
+    world = World(
+        topology=topology,
+        role=topology.role(rank),
+        device=device,
+        timeout=timeout,
+        store=store,
+        watchdog=watchdog,
+    )
+
+    def group(ranks: list[int], kind: str) -> dist.ProcessGroup:
+        """Every rank makes every group, in this order; those outside get a token of it."""
+        return dist.new_group(ranks, timeout=patience, backend=kind)
+
+    for variant in range(len(topology.drafters)):
+        ranks = topology.drafter_ranks(variant)
+        made = group(ranks, choose_backend(backend, [devices[r] for r in ranks]))
+        if rank in ranks:
+            world.peers = made
+    if topology.mode == "split":
+        for target in range(topology.targets):
+            for drafter in range(topology.targets, topology.world):
+                pair = (target, drafter)
+                control = group(list(pair), "gloo")
+                kind = choose_backend(backend, [devices[r] for r in pair])
+                data = control if kind == "gloo" else group(list(pair), kind)
+                if rank in pair:
+                    world.control[pair], world.data[pair] = control, data
+    return world
