@@ -10,13 +10,16 @@ from trainer.config import Config, DrafterConfig
 from trainer.drafter import Drafter, Shape, initialise
 from trainer.errors import TrainerError
 from trainer.target import Target, choose_dtype
-from trainer.vocabulary import Vocabulary
+from trainer.vocabulary import Vocabulary, load_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    target: Target
+    """What a rank that trains has: the whole target, or of it only the vocabulary."""
+
     drafter: Drafter
+    vocabulary: Vocabulary
+    target: Target | None
 
 
 def choose_device(config: Config) -> torch.device:
@@ -111,4 +114,11 @@ def new_drafter(config: Config, target: Target | Vocabulary) -> Drafter:
 
 def build(config: Config, device: torch.device) -> Models:
     target = load_target(config, device)
-    return Models(target=target, drafter=new_drafter(config, target))
+    return Models(drafter=new_drafter(config, target), vocabulary=target.vocabulary, target=target)
+
+
+def build_without_target(config: Config, device: torch.device) -> Models:
+    """For ranks that features are sent to."""
+    dtype = choose_dtype(config.target.dtype, device)
+    vocabulary = load_vocabulary(config.target.path, dtype=dtype, device=device)
+    return Models(drafter=new_drafter(config, vocabulary), vocabulary=vocabulary, target=None)

@@ -77,14 +77,21 @@ class Optimizer:
 
         return hook
 
-    @torch.no_grad()
-    def gradient_norm(self, weight: Tensor) -> Tensor:
-        """Divides the gradients by the step's weight, a scalar; -> their global norm. A step without any weight has
-        zero gradients, and parameters that took no part too."""
+    def gradients(self) -> list[Tensor]:
+        """Of the masters, in their order; zero where a parameter took no part."""
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        gradients = [master.grad for master in self.masters.values()]
+        return [master.grad for master in self.masters.values()]
+
+    def clear(self) -> None:
+        for master in self.masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def gradient_norm(self, weight: Tensor) -> Tensor:
+        """Divides the gradients by the step's weight, a scalar; -> their global norm."""
+        gradients = self.gradients()
         torch._foreach_mul_(gradients, 1 / weight.clamp(min=torch.finfo(torch.float32).tiny).to(gradients[0].dtype))
         return torch.stack(torch._foreach_norm(gradients)).norm()
 

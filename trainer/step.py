@@ -4,12 +4,15 @@ Losses are summed, not averaged; the weight of the whole step divides once, in t
 however its rows are split, and one without a single anchor still takes place: its gradient is zero.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from trainer import attention
+from trainer.attention import Attend
 from trainer.block_mask import Blocks
 from trainer.config import Config
 from trainer.data.batches import Batch
@@ -20,6 +23,10 @@ from trainer.models import Models
 from trainer.optimizer import Optimizer
 from trainer.spans import Spans
 from trainer.target import Target
+from trainer.world import World
+
+# what the target says of a batch: last hidden states [R, S, H] or None, and features [R, S, K*H]
+Source = Callable[[Batch], tuple[Tensor | None, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +35,7 @@ class Gradient:
 
     metrics: TrainingMetrics
     norm: Tensor  # scalar, of the gradient of the mean loss
+    stopping: Tensor  # scalar, how many of the ranks want this step to be the last
 
 
 def objective_of(config: Config) -> Objective:
@@ -53,7 +61,7 @@ def blocks_of(batch: Batch, block_size: int) -> Blocks:
 
 
 def draft(
-    models: Models, batch: Batch, features: Tensor, attend: object, *, block_size: int, mask_token: int
+    models: Models, batch: Batch, features: Tensor, attend: Attend, *, block_size: int, mask_token: int
 ) -> Tensor:
     """One block at every anchor [R, N] -> hidden [R, N*B, H]. Slot j of anchor a stands at position pos(a) + j, and
     holds the token itself at j = 0, the mask elsewhere."""
@@ -63,22 +71,35 @@ def draft(
     position = rows.position
     slots = position.gather(1, batch.anchors)[..., None] + torch.arange(block_size, device=features.device)
     context = drafter.context(features.to(drafter.dtype), position)
-    noise = models.target.embedding[tokens.flatten(1)].to(drafter.dtype)
+    noise = models.vocabulary.embedding[tokens.flatten(1)].to(drafter.dtype)
     return drafter(noise, slots.flatten(1), context, attend)
 
 
 def compute_gradient(
-    config: Config, models: Models, optimizer: Optimizer, batches: list[Batch], spans: Spans
+    config: Config,
+    models: Models,
+    optimizer: Optimizer,
+    batches: list[Batch],
+    spans: Spans,
+    *,
+    source: Source | None = None,
+    world: World | None = None,
+    stopping: bool = False,
 ) -> Gradient:
-    """Gradients of all micro-batches, added up and divided by the weight of the whole step."""
+    """Gradients of all micro-batches of all ranks, added up and divided by the weight of the whole step.
+
+    `source` gives what the target says of a batch; by default the target is asked, which must be here then.
+    """
     objective = objective_of(config)
+    if source is None:
+        source = partial(inspect, models.target, last=objective.distils)
     predictions = config.drafter.block_size - (0 if config.drafter.shifted else 1)
-    measured, weight = None, None
+    measured = weight = None
     for waiting in batches:
         with spans("copy"):
-            batch = waiting.to(models.target.device)
+            batch = waiting.to(models.vocabulary.device)
         with spans("target"):
-            last, features = models.target.inspect(batch.rows.tokens, batch.rows.start, last=objective.distils)
+            last, features = source(batch)
         with spans("mask"):
             attend = attention_plan(config, models, batch)
         with spans("forward"):
@@ -94,7 +115,7 @@ def compute_gradient(
         with spans("loss"):
             result = head_pass(
                 hidden.flatten(0, 1)[batch.slot],
-                head_of(models.target, hidden.dtype),
+                models.vocabulary.head.to(hidden.dtype),
                 label=batch.label,
                 weight=batch.weight,
                 block=batch.block,
@@ -117,18 +138,23 @@ def compute_gradient(
             del hidden
         with spans("backward"):
             result.total.backward()
+    with spans("reduce"):
+        # one vector for all that is not a gradient, so that ranks decide alike about stopping and diverging
+        vector = torch.cat([measured.pairs.flatten(), weight.double()[None], weight.new_tensor([stopping]).double()])
+        if world is not None:
+            world.sum([vector, *optimizer.gradients()])
+        measured, weight = TrainingMetrics(pairs=vector[:-2].view(-1, 2)), vector[-2]
     with spans("norm"):
         norm = optimizer.gradient_norm(weight)
-    return Gradient(metrics=measured, norm=norm)
+    return Gradient(metrics=measured, norm=norm, stopping=vector[-1])
 
 
-def attention_plan(config: Config, models: Models, batch: Batch) -> object:
+def inspect(target: Target, batch: Batch, *, last: bool) -> tuple[Tensor | None, Tensor]:
+    return target.inspect(batch.rows.tokens, batch.rows.start, last=last)
+
+
+def attention_plan(config: Config, models: Models, batch: Batch) -> Attend:
     blocks = blocks_of(batch, config.drafter.block_size)
     if config.attention == "dense":
         return attention.dense_plan(blocks)
     return attention.flex_plan(blocks, models.drafter.kinds)
-
-
-def head_of(target: Target, dtype: torch.dtype) -> Tensor:
-    """The frozen head in the drafter's precision; the same tensor where the target has it."""
-    return target.head.to(dtype)
