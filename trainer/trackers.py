@@ -50,7 +50,7 @@ class Trackers:
         if self.board is not None:
             self.board.close()
         if self.wandb is not None:
-            self.wandb.finish(quiet=True)
+            self.wandb.finish()
 
 
 def _need(package: str, setting: str) -> Any:
