@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -115,7 +115,7 @@ def train(config: Config, *, run_dir: Path, metrics_path: Path, began: float) ->
     except Stopped:
         return run.leave()
     except Diverged as reason:
-        return run.give_up(reason)
+        run.give_up(reason)
     finally:
         trackers.close()
 
@@ -177,11 +177,14 @@ class _Run:
         print(f"stopped by signal {self.stop.requested} after step {self.step}; saved {path}")
         return 128 + self.stop.requested
 
-    def give_up(self, reason: Diverged) -> int:
-        path = self._save()
-        self.saver.wait()
-        print(f"error: {reason}; stopped before the update, and saved the state of step {self.step} in {path}")
-        return 1
+    def give_up(self, reason: Diverged) -> NoReturn:
+        try:
+            path = self._save()
+            self.saver.wait()
+            state = f"saved the state of step {self.step} in {path}"
+        except TrainerError as error:
+            state = f"could not save the state: {error}"
+        raise TrainerError(f"{reason}; stopped before the update, and {state}")
 
     def _resume(self) -> None:
         found = checkpoint.checkpoints(self.folder)
@@ -194,6 +197,11 @@ class _Run:
         print(f"resuming after step {self.step} from {found[-1]}")
 
     def _save(self) -> Path:
+        """Begins a checkpoint; if the one before could not be written, that is said, and is no reason against this."""
+        try:
+            self.saver.wait()
+        except TrainerError as error:
+            print(f"warning: {error}; training goes on")
         state = checkpoint.State(
             step=self.step,
             settings=checkpoint.settings_of(self.config),
@@ -243,16 +251,18 @@ class _Run:
         if not math.isfinite(loss):
             reason = f"the loss is {loss} at step {number}"
         elif not math.isfinite(norm):
-            reason = f"the gradient's norm is {norm} at step {number}, while the loss is {loss:.4g}"
+            reason = f"the loss has diverged: the gradient's norm is {norm} at step {number}, the loss {loss:.4g}"
         elif self.config.spike and len(self.losses) >= SPIKE_LEAST:
             usual = statistics.median(self.losses)
             if loss > self.config.spike * usual:
                 reason = (
-                    f"the loss is {loss:.4g} at step {number}, more than {self.config.spike:g} times the median "
-                    f"{usual:.4g} of the last {len(self.losses)} (setting `spike`)"
+                    f"the loss has diverged: {loss:.4g} at step {number}, more than {self.config.spike:g} times "
+                    f"the median {usual:.4g} of the last {len(self.losses)} (setting `spike`)"
                 )
         if reason:
-            self.trackers.append({"step": number, "loss": loss, "time": time.time(), "grad_norm": norm})
+            # as text, which readers take for what it is: a number that is none would be written as null, unknown
+            said = loss if math.isfinite(loss) else str(loss)
+            self.trackers.append({"step": number, "loss": said, "time": time.time(), "grad_norm": norm})
             raise Diverged(reason)
         self.losses = [*self.losses[1 - SPIKE_WINDOW :], loss]
 
