@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.diagnosis.catalogue.words import line, raised
+from orchestrator.diagnosis.catalogue.words import line, raised, said
 from orchestrator.diagnosis.model import Cause
 
 OOM = "OutOfMemoryError|AcceleratorError|RuntimeError"
@@ -67,5 +67,40 @@ CAUSES = (
             "(torch.compile(create_block_mask)), pass H=None where heads share it, or build it from intervals.",
         ),
         precedence=88,
+    ),
+    Cause(
+        "dense-attention-refused",
+        "the trainer refused dense attention before it took the memory",
+        "attention",
+        (
+            said("flex attention was about to build its scores", "dense attention would build scores of"),
+            raised("DenseAttentionError"),
+        ),
+        (
+            "If it names flex attention: that was not compiled. Look for what switched compiling off at the callers "
+            "that it names: a plain call of flex_attention, TORCH_COMPILE_DISABLE, a disabled helper, the recompile "
+            "limit, a thread that is tracing. Without the guard the run would die of memory.",
+            "If it names dense attention: the shape is too large to build scores for. Set `attention: flex` on a GPU, "
+            "or make rows, blocks or the batch smaller.",
+        ),
+        precedence=92,
+    ),
+    Cause(
+        "target-unsupported",
+        "this model cannot be a target: its attention is not what the trainer can control",
+        "attention",
+        (
+            said(
+                "lets packed documents see each other",
+                "which is not supported; use another target",
+                "does not use the attention it was given",
+                "to take features from",
+            ),
+        ),
+        (
+            "Linear attention, convolutions, soft-capped logits, sinks and position biases are not supported: a "
+            "drafter would be trained on wrong features. Use a target of plain softmax attention, such as Qwen3 or Llama.",
+        ),
+        precedence=74,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.diagnosis.catalogue.words import KERNEL, line, raised
+from orchestrator.diagnosis.catalogue.words import KERNEL, line, raised, said
 from orchestrator.diagnosis.model import Cause
 
 _ANY = r"[A-Za-z_]\w*(?:Error|Exception)"
@@ -219,6 +219,7 @@ CAUSES = (
                 "RuntimeError",
                 "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
             ),
+            said("sees no CUDA device here"),
         ),
         (
             "Too few cards are visible: see CUDA_VISIBLE_DEVICES in the recipe's env, the number of ranks, and which "

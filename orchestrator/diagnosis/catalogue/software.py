@@ -89,6 +89,10 @@ CAUSES = (
                     "ValidationError",
                 ),
             ),
+            line(
+                ("unknown setting `", "` must be", "` is missing"),
+                r"^\S+: (?:unknown setting `|`[\w.]+` (?:must be|is missing))",
+            ),
             line("TrainerError", r"^(?:[\w.]+\.)?TrainerError: "),
         ),
         ("The message names the argument or the setting. Correct the recipe's command or settings.",),
@@ -140,6 +144,14 @@ CAUSES = (
         structured=("crash_signal",),
         precedence=46,
         family="cuda",
+    ),
+    Cause(
+        "trainer-refused",
+        "the trainer stopped with a message of its own",
+        "software",
+        (line("error: ", r"^error: .{12}", role="echo"),),
+        ("The message says what is wrong, where, and what to do.",),
+        precedence=12,
     ),
     Cause(
         "uncaught-exception",

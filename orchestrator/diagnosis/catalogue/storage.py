@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.diagnosis.catalogue.words import line, raised
+from orchestrator.diagnosis.catalogue.words import line, raised, said
 from orchestrator.diagnosis.model import Cause
 
 _ANY = r"[A-Za-z_]\w*(?:Error|Exception)"
@@ -22,7 +22,10 @@ CAUSES = (
                 "enforce fail at inline_container.cc",
                 r"enforce fail at inline_container\.cc",
                 after="unexpected pos|file write failed",
+                without="the checkpoint could not be written",  # whatever forbade it: see checkpoint-not-written
             ),
+            said("a checkpoint takes"),
+            said("the checkpoint could not be written", after="No space left|Errno 28"),
         ),
         (
             "The newest checkpoint is incomplete; the one before it is whole. Make room on the volume that the run "
@@ -95,11 +98,30 @@ CAUSES = (
                 "Ran out of input",
                 frames=r"in (?:load|_legacy_load|_load|load_checkpoint|resume)\b",
             ),
-            raised("TrainerError", "not a readable checkpoint"),
+            said("not a readable checkpoint"),
         ),
         ("It was being written when something ended, or was copied incompletely. Go on from the one before it.",),
         "orch exec {place} -- ls -l {run_dir}/checkpoints",
         precedence=76,
+    ),
+    Cause(
+        "checkpoint-not-written",
+        "checkpoints cannot be written: a stop would lose the work since the last one",
+        "storage",
+        (
+            line(
+                ("no checkpoint of step", "the checkpoint could not be written"),
+                r"^warning: (?:no checkpoint of step \d+|\S+: the checkpoint could not be written): ",
+                role="warning",
+            ),
+            said("the checkpoint could not be written"),
+        ),
+        (
+            "The message names the folder and what failed. The last complete checkpoint still stands, and the run goes "
+            "on where it can. Make room, or mend what forbids writing there; the next checkpoint is tried as usual.",
+        ),
+        "orch exec {place} -- df -h {run_dir}",
+        precedence=72,
     ),
     Cause(
         "checkpoint-mismatch",
@@ -113,7 +135,7 @@ CAUSES = (
                 "loaded state dict has a different number of parameter groups",
             ),
             raised("RuntimeError|ValueError", "size mismatch for"),
-            raised("TrainerError", "cannot be loaded"),
+            said("cannot be loaded", "the configuration says"),
         ),
         (
             "It is of another model or of other settings (layers, widths, vocabulary). The message names what differs. "
@@ -140,7 +162,7 @@ CAUSES = (
                 "is not a local folder and is not a valid model identifier",
                 "does not appear to have a file named",
             ),
-            raised("TrainerError", "holds no documents", "No such file or directory"),
+            said("holds no documents", "holds no prompts", "names no file", "No such file or directory"),
         ),
         (
             "The message names the path. Paths in a recipe are of the place, not of this machine; a relative one is "
@@ -163,6 +185,13 @@ CAUSES = (
                     "DatasetGenerationError",
                 ),
                 without=r"(?:torchinductor|inductor|triton|autotune_cache|codecache|compile_cache|huggingface_hub/utils/_http)",
+            ),
+            said(
+                "cannot be used, more than data.broken_share",
+                "not a readable safetensors file",
+                "the data was made with another tokenizer",
+                "so there is nothing to learn",
+                "no document with a token that bears loss",
             ),
         ),
         (

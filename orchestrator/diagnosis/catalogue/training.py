@@ -22,6 +22,7 @@ CAUSES = (
             ),
             line(("Loss is nan", "Loss is NaN", "loss is nan", "loss is NaN"), r"(?i)loss is nan"),
             line(("returned nan values", "nan values"), r"returned nan values in its \d+th output"),
+            line(("the loss is inf", "the loss is -inf"), r"^error: the loss is -?inf at step"),
         ),
         (
             "Go back to a checkpoint before it. Usual ways out: a lower rate, a longer warm-up, clipping, bf16 in "

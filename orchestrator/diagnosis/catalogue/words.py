@@ -53,6 +53,14 @@ def raised(
     )
 
 
+def said(*texts: str, role: Role = "cause", after: str = "", without: str = "") -> Pattern:
+    """The bundled trainer's last word, `error: …`, where it holds one of `texts` (plain words); also as an exception,
+    in a program of somebody else's that uses parts of it."""
+    words = "|".join(re.escape(text) for text in texts)
+    regex = rf"^(?:error|(?:[\w.]+: )*(?:[\w.]+\.)?(?:TrainerError|DenseAttentionError)): .*?(?:{words})"
+    return Pattern(tuple(texts), regex, role, "", after, without)
+
+
 def line(literal: str | tuple[str, ...], regex: str, role: Role = "cause", **more: str) -> Pattern:
     """A line that is no exception's."""
     return Pattern((literal,) if isinstance(literal, str) else literal, regex, role, **more)

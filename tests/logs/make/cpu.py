@@ -65,7 +65,8 @@ def clean(text: str, folder: str, python: str) -> str:
     """Without the paths and the name of the machine that it was made on."""
     code = "import sys; print(sys.prefix); print(sys.base_prefix)"
     told = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    names = {folder: "/srv/run", told[0]: "/srv/env", told[1]: "/usr/local", os.uname().nodename: "node1"}
+    names = {folder: "/srv/run", told[0]: "/srv/env", told[1]: "/usr/local", str(HERE.parents[2]): "/srv/code"}
+    names[os.uname().nodename] = "node1"
     for found, put in names.items():
         text = text.replace(found, put)
     lines = text.splitlines(keepends=True)
