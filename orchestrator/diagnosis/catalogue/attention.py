@@ -99,7 +99,7 @@ CAUSES = (
         ),
         (
             "Linear attention, convolutions, soft-capped logits, sinks and position biases are not supported: a "
-            "drafter would be trained on wrong features. Use a target of plain softmax attention, such as Qwen3 or Llama.",
+            "drafter would learn from wrong features. Use a target of plain softmax attention, such as Qwen3 or Llama.",
         ),
         precedence=74,
     ),
