@@ -1,5 +1,7 @@
 """Configuration: every mistake at once, each with its line."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,20 +11,160 @@ import pytest
 from trainer.config import ConfigError, load
 
 DEMO = Path(__file__).parents[2] / "trainer" / "configs" / "demo.yaml"
+MODEL = {"num_hidden_layers": 6, "vocab_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+LEAST = """\
+name: least
+steps: 10
+target: {path: model}
+data: {paths: rows.jsonl}
+drafter:
+  mask_token: 1
+"""
+
+
+@pytest.fixture
+def least(tmp_path) -> Path:
+    """The fewest settings there can be, and the files that they name."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "rows.jsonl").write_text("")
+    path = tmp_path / "least.yaml"
+    path.write_text(LEAST)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(path, list(overrides))
+    return str(error.value).splitlines()
 
 
 def test_the_demo_is_read():
     config = load(DEMO)
-    assert config.name == "demo" and config.target.path.name == "target" and config.data.path.is_file()
+    assert config.name == "demo" and config.target.path.name == "target"
+    assert len(config.data.paths) == 1 and config.data.paths[0].is_file()
 
 
-def test_overrides():
+def test_few_settings_suffice_and_the_published_ones_are_the_defaults(least):
+    config = load(least)
+    assert config.data.paths == (least.parent / "rows.jsonl",) and config.target.path == least.parent / "model"
+    assert (config.drafter.layers, config.drafter.block_size, config.drafter.features) == (5, 16, 5)
+    assert (config.loss.anchors_per_row, config.loss.gamma, config.loss.cross_entropy) == (512, 7.0, 1.0)
+    assert config.evaluate.prompts is config.drafter.initial is None and config.attention == "flex"
+
+
+def test_overrides(least):
     config = load(DEMO, ["seed=3", "optimizer.muon_rate=2e-3", "drafter.target_layers=[0, 2]"])
     assert (config.seed, config.optimizer.muon_rate, config.drafter.target_layers) == (3, 2e-3, (0, 2))
-    with pytest.raises(ConfigError) as error:
-        load(DEMO, ["optimizer.muon_rat=1", "seed=-1", "steps"])
-    text = str(error.value)
-    assert "did you mean `muon_rate`" in text and "at least 0" in text and "KEY=VALUE" in text
+    found = problems(DEMO, "optimizer.muon_rat=1", "seed=-1", "steps", "name.x=1", "loss=3", "drafter.layers=[")
+    text = "\n".join(found)
+    assert len(found) == 6 and all(line.startswith("--set: ") for line in found)
+    assert "did you mean `muon_rate`" in text and "at least 0" in text and "steps: expected KEY=VALUE" in text
+    assert "name has no settings below it" in text and "loss: expected settings below it" in text
+    assert "drafter.layers=[: the value is not YAML" in text
+
+
+def test_an_override_reaches_into_mappings_and_makes_them(least):
+    config = load(least, ["report.tensorboard=true", "data.template={enable_thinking: false}", "loss.kl=1"])
+    assert config.report.tensorboard is True and config.loss.kl == 1
+    assert config.data.template == {"enable_thinking": False} and config.data.paths == (least.parent / "rows.jsonl",)
+    config = load(least, ["data.template={a: {b: [1, x]}}", "data.template.c=true"])
+    assert config.data.template == {"a": {"b": [1, "x"]}, "c": True}
+    assert load(least, ["seed=1", "seed=2"]).seed == 2  # the last one counts
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("True", True), ("off", False), ("no", False), ("1", None), ("'true'", None), ("[]", None)],
+)
+def test_true_and_false(least, text, value):
+    if value is not None:
+        assert load(least, [f"report.tensorboard={text}"]).report.tensorboard is value
+    else:
+        (line,) = problems(least, f"report.tensorboard={text}")
+        assert "`report.tensorboard` must be true or false" in line
+
+
+def test_lists_choices_and_nothing(least):
+    """One path may stand for a list of one; null for no path; layers are whole numbers, each within its bounds."""
+    other = least.parent / "other.jsonl"
+    other.write_text("")
+    assert load(least, [f"data.paths=[rows.jsonl, {other}]"]).data.paths == (least.parent / "rows.jsonl", other)
+    assert load(least, ["data.paths='*.jsonl'"]).data.paths == (least.parent / "*.jsonl",)
+    assert load(least, ["drafter.initial=null"]).drafter.initial is None
+    assert load(least, ["drafter.initial=model"]).drafter.initial == least.parent / "model"
+    for override, said in {
+        "data.paths=[]": "`data.paths` must be a list of paths",
+        "data.paths={a: 1}": "`data.paths` must be a list of paths",
+        "data.paths=[[rows.jsonl]]": "`data.paths` must be a path",
+        "data.paths=null": "`data.paths` must be a path",
+        "drafter.target_layers=3": "`drafter.target_layers` must be a list of whole numbers",
+        "drafter.target_layers=[1, x]": "`drafter.target_layers` must be a whole number, not `x`",
+        "drafter.target_layers=[1, -1]": "`drafter.target_layers` must be at least 0, not -1",
+        "data.template=[1]": "`data.template` must be a mapping",
+        "optimizer.kind=sgd": "`optimizer.kind` must be one of muon, adamw, not `sgd`",
+        "report.wandb=yes": "`report.wandb` must be one of off, offline, online, not `yes`",
+        "loss.kl=nan": "`loss.kl` must be a finite number, not `nan`",
+        "data.broken_share=1.5": "`data.broken_share` must be at most 1, not 1.5",
+        "steps=1.0": "`steps` must be a whole number, not `1.0`",
+        "steps=null": "`steps` must be a whole number",
+    }.items():
+        (line,) = problems(least, override)
+        assert said in line, override
+
+
+TOGETHER = {  # overrides of LEAST -> the setting that is called wrong, and what is said of it
+    ("target.path=.",): ("target.path", "has no config.json"),
+    ("data.paths=[rows.jsonl, none.jsonl]",): ("data.paths", "names no file: .*none.jsonl"),
+    ("data.paths='*.txt'",): ("data.paths", r"names no file: .*\*.txt"),
+    ("evaluate.prompts=none.json",): ("evaluate.prompts", "is not a file: .*none.json"),
+    ("evaluate.every=5",): ("evaluate.every", "needs `evaluate.prompts`"),
+    ("data.rows_per_step=6", "data.micro_batches=4"): ("data.rows_per_step", "must be a multiple of 4"),
+    ("data.row_length=128", "drafter.block_size=129"): ("drafter.block_size", r"is larger than a row \(128 tokens\)"),
+    ("drafter.target_layers=[1, 2, 1]",): ("drafter.target_layers", "names a layer twice"),
+    ("drafter.sliding_layers=[5]", "drafter.sliding_window=64"): (
+        "drafter.sliding_layers",
+        "the drafter's last layer, 4",
+    ),
+    ("drafter.sliding_layers=[1]",): ("drafter.sliding_layers", "needs `drafter.sliding_window`"),
+    ("drafter.sliding_window=15",): ("drafter.sliding_window", "must be at least a block, 16"),
+    ("loss.cross_entropy=0",): ("loss.cross_entropy", "there is nothing to learn"),
+    ("loss.chunk=15",): ("loss.chunk", "must hold a block, 16 rows"),
+    ("data.row_length=200",): ("data.row_length", "must be a multiple of 128 .* such as 256"),
+    ("device=cpu",): ("device", "cpu has no backward of flex attention"),
+    ("device=gpu",): ("device", "must be auto, cpu, cuda or cuda:N, not `gpu`"),
+    ("device=cuda:x",): ("device", "must be auto, cpu, cuda or cuda:N"),
+    ("drafter.heads=5",): ("drafter.kv_heads", "must divide the number of heads, 5"),
+    ("drafter.kv_heads=3",): ("drafter.kv_heads", "must divide the number of heads, 8"),
+    ("drafter.target_layers=[6]",): ("drafter.target_layers", "goes beyond the target's last layer, 5"),
+    ("drafters=[{name: a}, {name: b}]",): ("topology.mode", "must be split"),
+    ("drafter.mask_token=1024",): ("drafter.mask_token", "is outside the target's vocabulary of 1024"),
+}
+
+
+@pytest.mark.parametrize("overrides", TOGETHER, ids=" ".join)
+def test_settings_that_do_not_go_together(least, overrides):
+    name, said = TOGETHER[overrides]
+    (line,) = problems(least, *overrides)
+    assert re.search(rf": `{name}` .*{said}", line), line
+
+
+@pytest.mark.parametrize("text", ["{}", "[", '{"num_hidden_layers": "many", "vocab_size": 3}', "[1]"])
+def test_a_target_that_tells_too_little(least, text):
+    (least.parent / "model" / "config.json").write_text(text)
+    (line,) = problems(least)
+    assert "`target.path` has a config.json without num_hidden_layers and vocab_size" in line
+
+
+def test_what_goes_together(least):
+    for overrides in (
+        ["attention=dense", "device=cpu", "data.row_length=200"],
+        ["device=cuda:1"],
+        ["drafter.sliding_window=16", "drafter.sliding_layers=[0, 4]"],
+        ["loss.cross_entropy=0", "loss.tv=1"],
+        ["drafter.target_layers=[0, 5]", "drafter.heads=6", "drafter.kv_heads=3"],
+    ):
+        load(least, overrides)
 
 
 def test_all_mistakes_come_at_once_with_their_lines(tmp_path):
@@ -53,17 +195,13 @@ def test_all_mistakes_come_at_once_with_their_lines(tmp_path):
     assert "finite" in lines["12"] and "set twice; first on line 1" in lines["13"]
 
 
-def test_files_and_the_target_are_checked(tmp_path):
+def test_a_file_that_is_missing_has_its_line(tmp_path):
     text = DEMO.read_text().replace("../assets", str(DEMO.parents[1] / "assets"))
     path = tmp_path / "c.yaml"
     path.write_text(text.replace("rows.safetensors", "none.safetensors"))
-    with pytest.raises(ConfigError, match=r"c.yaml:\d+: `data.path` is not a file"):
-        load(path)
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="beyond the target's last layer, 5"):
-        load(path, ["drafter.target_layers=[6]"])
-    with pytest.raises(ConfigError, match="vocabulary of 1024"):
-        load(path, ["drafter.mask_token=1024"])
+    number = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "none.safetensors" in line)
+    (line,) = problems(path)
+    assert line.startswith(f"{path}:{number}: `data.paths` names no file: ")
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "\xff"])

@@ -370,8 +370,8 @@ def in_process(capfd) -> Callable[[list[str], Path], tuple[int, str]]:
 def test_a_gradient_that_is_no_number_stops_too(tiny, tmp_path, in_process, monkeypatch):
     compute = loop.compute_gradient
 
-    def broken(*arguments):
-        gradient = compute(*arguments)
+    def broken(*arguments, **more):
+        gradient = compute(*arguments, **more)
         return dataclasses.replace(gradient, norm=gradient.norm * float("inf"))
 
     monkeypatch.setattr(loop, "compute_gradient", broken)
