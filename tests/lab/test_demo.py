@@ -54,8 +54,12 @@ def test_from_first_contact_to_the_end(bare_lab, workstation):
     assert headline["end"] - headline["start"] >= 0.3
     assert headline["end"] > headline["ngram"]
     assert result["end"]["temperature_0"]["tau"] - result["start"]["temperature_0"]["tau"] >= 0.5
+    sampled = [result[which]["rejection_temperature_0.7"]["tau"] for which in ("start", "end")]
+    assert sampled[1] - sampled[0] >= 0.3
     equal = result["equal_to_plain"]
-    assert equal["temperature_0"] == equal["temperature_0.7"] == equal["prompts"] > 0
+    assert equal["within_rounding"] and equal["prompts"] > 0
+    # a text may leave plain decoding's where that hesitates within rounding, but in float32 hardly one does
+    assert min(equal["temperature_0"], equal["temperature_0.7"]) >= equal["prompts"] - 1
 
     log = workstation.orch("logs", run["run"]).stdout
     assert log == console_log(bare_lab, run["run"])

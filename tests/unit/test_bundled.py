@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from orchestrator import bundled
@@ -28,6 +29,8 @@ from orchestrator.config import (
 from orchestrator.config.problems import keys_of
 from orchestrator.config.yaml_source import parse_yaml
 from orchestrator.errors import OrchError
+from trainer.config import ConfigError
+from trainer.config import load as load_settings
 
 
 def test_in_a_source_tree() -> None:
@@ -110,7 +113,7 @@ def test_the_documentation_has_every_key(page: str, models: tuple[type[BaseModel
 def test_the_documented_examples_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docs = bundled.bundled_dir() / "docs"
     [hosts] = re.findall(r"```yaml\n(.*?)```", (docs / "hosts.md").read_text(), re.S)
-    [recipe] = re.findall(r"```yaml\n(.*?)```", (docs / "recipes.md").read_text(), re.S)
+    recipe, settings = re.findall(r"```yaml\n(.*?)```", (docs / "recipes.md").read_text(), re.S)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "hosts.yaml").write_text(hosts)
     (tmp_path / "recipes" / "big.yaml").write_text(recipe)
@@ -121,6 +124,12 @@ def test_the_documented_examples_load(tmp_path: Path, monkeypatch: pytest.Monkey
         {"OMP_NUM_THREADS": "8"},
         ["HF_TOKEN"],
         {"steps": 2000},
+    )
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(yaml.safe_load(settings)["settings"]))
+    with pytest.raises(ConfigError) as error:
+        load_settings(tmp_path / "settings.yaml")
+    assert all(
+        re.search("has no config.json|names no file|is not a file", line) for line in str(error.value).split("\n")
     )
 
 
