@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
-import shutil
 import subprocess
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
@@ -44,6 +41,9 @@ def torch_probe(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
         raise OpError("not_found", "there is no program %s" % python)
     run, variables = _of_newest_run(call.root, ident) if ident else (None, dict(os.environ))
     answer: Dict[str, Any] = {"python": python, "run": run, "why": None}
+    import shutil
+    import tempfile  # here, since every session imports this module and few probe
+
     source = "run %s" % run if run else "the place"
     answer["variables"] = [
         {"name": name, "value": value, "from": source}
@@ -71,6 +71,8 @@ def _of_newest_run(root: str, ident: str) -> Tuple[Optional[str], Dict[str, str]
 
 def _ask(python: str, variables: Dict[str, str], folder: str, seconds: float, call: Call) -> Dict[str, Any]:
     """The answer of the script, and of the ways that need a process from its start. A `why` where there is none."""
+    import pkgutil
+
     for name in SCRIPTS:
         with open(os.path.join(folder, name), "wb") as file:
             file.write(pkgutil.get_data(__package__ or "remote", name) or b"")
