@@ -170,6 +170,17 @@ def test_check_waits_for_a_trace_under_way_and_finds_nothing(guard):
         assert trace.go_on.is_set()
 
 
+def test_no_wait_for_a_trace_is_for_ever(guard, monkeypatch):
+    monkeypatch.setattr(private, "WAIT", 0.2)
+    with Paused():
+        for work in (guard.check, lambda: torch.fx.symbolic_trace(torch.nn.ReLU())):
+            with pytest.raises(CompileGuardError, match=r"has not ended for 0\.2 s"):
+                work()
+        with pytest.raises(CompileGuardError, match="no thread starts to train"), guard.thread("cpu"):
+            guard.seal(threads=1)
+    guard.check()
+
+
 # --- what it changes in torch -----------------------------------------------------------------------
 
 

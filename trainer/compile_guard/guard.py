@@ -12,15 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.compile_guard import private
+from trainer.compile_guard.private import WAIT, CompileGuardError
 
 Result = TypeVar("Result")
 
-WAIT = 1800.0  # seconds: the longest that a thread waits for others that compile
 _STANCE = "fail_on_recompile"
-
-
-class CompileGuardError(RuntimeError):
-    """The guard does not let the program go on: one sentence says what, where, and what to do."""
 
 
 class PoisonedError(CompileGuardError):
@@ -150,19 +146,12 @@ class Guard:
 
         Raises:
             PoisonedError: a trace has left something behind, or what the guard put in place is gone.
+            CompileGuardError: another thread traces or compiles for more than WAIT seconds.
         """
         if not (private.poison(self._torch) or self._changed()):
             return
-        lock = self._torch.lock
-        if not lock.acquire(timeout=WAIT):
-            raise CompileGuardError(
-                f"a trace or a compilation in another thread has not ended for {WAIT:.0f} s: look at the stacks of "
-                f"all threads (py-spy dump), two that wait for each other never end"
-            )
-        try:  # nothing is traced now, so that what is left stays
+        with private.held(self._torch.lock):  # nothing is traced now, so that what is left stays
             found = private.poison(self._torch) + self._changed()
-        finally:
-            lock.release()
         if found:
             raise PoisonedError(
                 f"{'; '.join(found)}. Nothing that this process compiles or traces can be trusted any more: end it "
@@ -197,8 +186,8 @@ class Guard:
                 raise CompileGuardError(f"{me.name} waited {WAIT:.0f} s for its turn to compile: {'; '.join(others)}")
 
     def _close(self) -> None:
-        """Seal, or say why not; the lock makes sure that nothing is being traced."""
-        with self._torch.lock:
+        """Seal, or say why not. Under the lock, so that nothing is being traced."""
+        with self._or_fail(), private.held(self._torch.lock):
             found = private.poison(self._torch) + self._patches.lost()
             if found:
                 self._fail(f"the warm-up left the process poisoned: {'; '.join(found)}", PoisonedError)
@@ -208,6 +197,14 @@ class Guard:
                 torch.compiler.set_stance(_STANCE)
                 self._sealed = True
         self._state.notify_all()
+
+    @contextlib.contextmanager
+    def _or_fail(self) -> Iterator[None]:
+        """What keeps this thread from going on keeps all."""
+        try:
+            yield
+        except CompileGuardError as error:
+            self._fail(str(error))
 
     def _me(self, what: str) -> _Member:
         me = self._members.get(threading.get_ident())
@@ -277,7 +274,7 @@ def _bind() -> Guard:
         found = private.find()
         guard = Guard(found, private.Patches(found))
         guard._raise_traps()
-        with found.lock:
+        with private.held(found.lock):
             left = private.poison(found)
             if left:
                 raise PoisonedError(

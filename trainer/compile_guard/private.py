@@ -27,6 +27,13 @@ TESTED = ((2, 11), (2, 14))  # oldest and newest
 _NAME = "_compile_guard"  # of what is put into torch's modules
 
 
+WAIT = 1800.0  # seconds: the longest that a thread waits for others that compile or trace
+
+
+class CompileGuardError(RuntimeError):
+    """The guard does not let the program go on: one sentence says what, where, and what to do."""
+
+
 class BindError(Exception):
     """This torch lacks what the guard rests on, or does not do what it is made to do. One sentence."""
 
@@ -114,6 +121,20 @@ def tested() -> bool:
     return TESTED[0] <= tuple(int(part) for part in torch.__version__.split(".")[:2]) <= TESTED[1]
 
 
+@contextlib.contextmanager
+def held(lock: threading.RLock) -> Iterator[None]:  # type: ignore[valid-type]
+    """The compile lock, for which nobody waits for ever. CompileGuardError after WAIT seconds."""
+    if not lock.acquire(timeout=WAIT):
+        raise CompileGuardError(
+            f"a trace or a compilation in another thread has not ended for {WAIT:g} s: look at the stacks of all "
+            f"threads (py-spy dump), since two that wait for each other never end"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class Patches:
     """The changes, which can be undone."""
 
@@ -126,7 +147,7 @@ class Patches:
     def apply(self) -> None:
         """Change torch. BindError, with all undone, where the change does not hold."""
         fx = self._torch.fx
-        with self._torch.lock:
+        with held(self._torch.lock):
             try:
                 self._torch.frame.TorchPatcher.patch()  # wraps Tracer.trace too, once, at the first compilation
                 self._replace(fx.Tracer, "trace", torch.compiler.disable(self._locked(fx.Tracer.trace)))
@@ -139,7 +160,7 @@ class Patches:
                 raise
 
     def undo(self) -> None:
-        with self._torch.lock:
+        with held(self._torch.lock):
             self._undo.close()
             self._mine.clear()
 
@@ -161,7 +182,7 @@ class Patches:
 
         @functools.wraps(original)
         def trace(tracer: Any, *args: Any, **options: Any) -> Any:
-            with lock:
+            with held(lock):
                 local.depth = getattr(local, "depth", 0) + 1
                 try:
                     return original(tracer, *args, **options)
