@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer import faults
+from trainer import faults, launch
 from trainer.config import Config, ConfigError, load
 from trainer.errors import TrainerError
 
@@ -76,8 +76,11 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
     if options.command == "train":
         run_dir = Path(os.environ.get("ORCH_RUN_DIR") or Path("runs") / config.name)
         metrics_path = Path(os.environ.get("ORCH_METRICS") or run_dir / "metrics.jsonl")
-        print(f"train {config.name}: seed {config.seed}, {config.steps} steps, files in {run_dir}")
         faults.register()
+        if not launch.under_torchrun():
+            print(f"train {config.name}: seed {config.seed}, {config.steps} steps, files in {run_dir}")
+            if config.plan.world > 1:
+                launch.become_torchrun(config.plan, sys.argv[1:])
         from trainer.loop import train
 
         return train(config, run_dir=run_dir, metrics_path=metrics_path, began=began)

@@ -58,6 +58,7 @@ def environment_of_ranks(topology: Topology, environment: dict[str, str]) -> dic
         "OMP_NUM_THREADS": str(share),
         "TORCHINDUCTOR_COMPILE_THREADS": str(compile_processes(share)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store that goes away is told with a stack of C++ frames otherwise
         **environment,
     }
 

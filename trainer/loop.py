@@ -1,32 +1,39 @@
 """The training run: evaluate, train step by step, evaluate again, and leave a result."""
 
+import contextlib
 import json
 import math
+import signal
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from trainer import anchors, block_mask, checkpoint, metrics
+from trainer import checkpoint, metrics, warming
+from trainer.assess import Local, Remote
 from trainer.config import Config
-from trainer.data import rows as packing
-from trainer.data import sources
-from trainer.data.batches import Batch, micro_batches
-from trainer.data.chat import load_tokenizer
+from trainer.data.batches import Batch
 from trainer.data.prefetch import Prefetcher
+from trainer.data.rows import Document, Rows
 from trainer.errors import TrainerError
-from trainer.evaluate import Evaluator, describe, evaluator_of, measure_ngram
-from trainer.models import Models, build, choose_device
+from trainer.evaluate import describe, evaluator_of
+from trainer.feed import load_rows, step_batches
+from trainer.models import Models, build, build_without_target, choose_device
 from trainer.optimizer import Optimizer
 from trainer.report import result_of, summary
+from trainer.serve import serve
+from trainer.source import source_of
 from trainer.spans import Spans
 from trainer.step import compute_gradient
 from trainer.stop import Stop, Stopped
-from trainer.trackers import Trackers
+from trainer.trackers import NoTrackers, Trackers
+from trainer.warmup import seal
+from trainer.world import World, join
 
 SPIKE_WINDOW = 100  # last losses whose median a spike is measured against
 SPIKE_LEAST = 20  # with fewer there is no median worth the name
@@ -46,78 +53,76 @@ class Done:
     rate: float
     norm: float
     spans: dict[str, float]
-
-
-def step_batches(config: Config, rows: packing.Rows, number: int, *, pad: bool) -> list[Batch]:
-    """All that a step reads; a pure function of the seed and the step."""
-    drafter, loss, data = config.drafter, config.loss, config.data
-    slots = loss.anchors_per_row
-    if config.attention == "flex":
-        slots = block_mask.padded_slots(slots, drafter.block_size)
-    return micro_batches(
-        rows,
-        seed=config.seed,
-        step=number,
-        rows_per_step=data.rows_per_step,
-        parts=data.micro_batches,
-        anchors_per_row=loss.anchors_per_row,
-        width=slots,
-        block=drafter.block_size,
-        shifted=drafter.shifted,
-        gamma=None if loss.weights == "dpace" else loss.gamma,
-        chunk=loss.chunk,
-        pad=pad,
-    )
-
-
-def load_rows(config: Config, vocabulary: int) -> tuple[packing.Rows, list[packing.Document]]:
-    documents, report = sources.load_documents(
-        config.data.paths,
-        tokenizer=partial(load_tokenizer, config.target.path),
-        vocabulary=vocabulary,
-        template=config.data.template,
-        broken_share=config.data.broken_share,
-        piece=config.data.row_length,
-    )
-    for line in report.warnings():
-        print(f"warning: {line}")
-    rows = packing.pack(documents, config.data.row_length, padding=config.drafter.mask_token)
-    if rows.cut:
-        print(
-            f"warning: {rows.cut} documents are longer than a row; "
-            f"only their first {config.data.row_length} tokens are used"
-        )
-    if not anchors.eligible(rows).any():
-        where = ", ".join(map(str, config.data.paths))
-        raise TrainerError(f"{where}: no row has two generated tokens in a row, so there is nothing to learn")
-    return rows, documents
+    stopping: bool  # some rank was asked to end
 
 
 def train(config: Config, *, run_dir: Path, metrics_path: Path, began: float) -> int:
+    """One rank of the run, or all of it; -> the exit code."""
     stop = Stop()
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config)
-    models = build(config, device)
-    models.target.check_isolation(config.data.row_length)
-    rows, documents = load_rows(config, models.target.config.vocab_size)
+    world = join(config.plan, device, backend=config.topology.backend, timeout=config.topology.timeout)
+    try:
+        if world.role.kind == "target":
+            code = serve(config, world, run_dir=run_dir)
+        else:
+            code = train_drafter(config, world, stop, run_dir=run_dir, metrics_path=metrics_path, began=began)
+    except BaseException as error:
+        world.failed(error)  # does not return where another rank's end is the reason
+        raise
+    world.leave()
+    return code
+
+
+def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, metrics_path: Path, began: float) -> int:
+    """What a rank does that trains: alone, with others of its variant, with the target here or elsewhere."""
+    stream = config  # whose seed orders the rows, and whose steps are the targets'
+    folder, say = run_dir, print if world.leads else _silent
+    if config.variants:
+        variant = config.variants[world.role.variant]
+        config, folder = variant.config, run_dir / "drafters" / variant.name
+        if world.leads:
+            say = partial(print, f"[{variant.name}]")
+        if world.role.variant:  # the run's own metrics file is that of the first
+            metrics_path = folder / "metrics.jsonl"
+    models = build(config, world.device) if world.role.kind == "both" else build_without_target(config, world.device)
+    rows, documents = load_rows(config, models.vocabulary.config.vocab_size, speak=world.leads)
     optimizer = Optimizer(models.drafter, config.optimizer, config.steps)
+    if models.target is not None:
+        warming.warm_target(stream, world, models.target, run_dir)
+    warmed = warming.warm_drafter(config, world, models, optimizer, run_dir, stream=stream)
+    if world.device.type == "cuda":
+        seal()
+    world.barrier()  # the first collective comes after everything has been compiled everywhere
     size = sum(parameter.numel() for parameter in models.drafter.parameters())
-    print(
+    say(
         f"drafter of {size / 1e6:.2f} M parameters, blocks of {config.drafter.block_size}; "
-        f"{len(documents)} documents in {len(rows)} rows; {device}, {torch.get_num_threads()} threads; "
+        f"{len(documents)} documents in {len(rows)} rows; {world.device}, {torch.get_num_threads()} threads; "
         f"ready after {time.perf_counter() - began:.1f} s"
     )
-    trackers = Trackers(config, run_dir=run_dir, metrics_path=metrics_path)
-    run = _Run(config, models, optimizer, rows, run_dir, trackers, stop, began)
+    if world.device.type == "cuda" or not world.alone:
+        say(f"warm-up: {warmed.line()}")
+    trackers = Trackers(config, run_dir=folder, metrics_path=metrics_path) if world.leads else NoTrackers()
+    if warmed.evidence:
+        trackers.append({"step": 0, "time": time.time(), "warmup": vars(warmed)})
+    run = _Run(config, stream, world, models, optimizer, rows, documents, folder, trackers, stop, say, began)
     try:
-        return run.go(documents)
+        return run.go()
     except Stopped:
         return run.leave()
     except Diverged as reason:
-        run.give_up(reason)
+        ended = run.give_up(reason)
+        if not stream.variants:
+            raise ended from None
+        say(f"error: {ended}; the other drafters go on")  # they are runs of their own
+        return 1
     finally:
         trackers.close()
+
+
+def _silent(*_: object) -> None:
+    """Ranks that do not lead say nothing."""
 
 
 class _Run:
@@ -126,82 +131,102 @@ class _Run:
     def __init__(
         self,
         config: Config,
+        stream: Config,
+        world: World,
         models: Models,
         optimizer: Optimizer,
-        rows: packing.Rows,
+        rows: Rows,
+        documents: list[Document],
         run_dir: Path,
-        trackers: Trackers,
+        trackers: Trackers | NoTrackers,
         stop: Stop,
+        say: Callable[..., None],
         began: float,
     ):
-        self.config, self.models, self.optimizer, self.rows = config, models, optimizer, rows
-        self.run_dir, self.trackers, self.stop, self.began = run_dir, trackers, stop, began
-        self.evaluator: Evaluator | None = evaluator_of(config, models.target) if config.evaluate.prompts else None
+        self.config, self.stream, self.world, self.models, self.optimizer = config, stream, world, models, optimizer
+        self.rows, self.run_dir, self.trackers, self.stop, self.say = rows, run_dir, trackers, stop, say
+        self.began = began
+        self.assessor: Local | Remote | None = None
+        if config.evaluate.prompts and world.leads:
+            if models.target is None:
+                self.assessor = Remote(world)
+            else:
+                self.assessor = Local(evaluator_of(config, models.target), documents)
         self.folder = run_dir / "checkpoints"
         self.saver = checkpoint.Saver(self.folder, keep=config.checkpoint.keep)
         self.earlier_seconds = 0.0
         self.step = 0
         self.start: dict[str, Any] = {}
         self.losses: list[float] = []
+        self.own = config.plan.own_parts(world.role) if stream is config else stream.plan.own_parts(world.role)
+        self.source = source_of(stream, config, world, models)
 
     @property
     def seconds(self) -> float:
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def go(self, documents: list) -> int:
+    def go(self) -> int:
         self._resume()
-        if self.evaluator and not self.start:
-            with self.stop.interruptible():
+        self.source.start(self.step)
+        if self.assessor and not self.start:
+            with self._interruptible():
                 self.start = self._evaluate("before training")
         self._train()
         self.saver.wait()
-        if not self.evaluator:
-            print(f"trained {self.step} steps in {self.seconds:.0f} s; no evaluate.prompts, so nothing was measured")
+        code = self._finish()
+        self.source.stop()
+        return code
+
+    def _finish(self) -> int:
+        if not self.assessor:
+            self.say(f"trained {self.step} steps in {self.seconds:.0f} s; no evaluate.prompts, so nothing was measured")
             return 0
-        with self.stop.interruptible():
+        with self._interruptible():
             end = self._evaluate("after training")
-            baseline = measure_ngram(self.evaluator, documents)
-            print(f"n-gram drafter: {describe(baseline)}")
-        result = result_of(
-            self.config, self.evaluator, self.start, end, baseline, steps=self.step, seconds=self.seconds
-        )
+            baseline = self.assessor.ngram()
+            self.say(f"n-gram drafter: {describe(baseline)}")
+        result = result_of(self.config, self.assessor, self.start, end, baseline, steps=self.step, seconds=self.seconds)
         partial = self.run_dir / ".result.json.partial"
         partial.write_text(json.dumps(result, indent=1) + "\n")
         partial.replace(self.run_dir / "result.json")
-        print(summary(result))
+        self.say(summary(result))
         return 0 if result["equal_to_plain"]["within_rounding"] else 1
 
     def leave(self) -> int:
         path = self._save()
         self.saver.wait()
-        print(f"stopped by signal {self.stop.requested} after step {self.step}; saved {path}")
-        return 128 + self.stop.requested
+        self.source.stop()
+        self.say(f"stopped by signal {self.stop.requested} after step {self.step}; saved {path}")
+        return 128 + (self.stop.requested or signal.SIGTERM)  # 0: another rank was asked
 
-    def give_up(self, reason: Diverged) -> NoReturn:
+    def give_up(self, reason: Diverged) -> TrainerError:
         try:
             path = self._save()
             self.saver.wait()
             state = f"saved the state of step {self.step} in {path}"
         except TrainerError as error:
             state = f"could not save the state: {error}"
-        raise TrainerError(f"{reason}; stopped before the update, and {state}")
+        self.source.stop()
+        return TrainerError(f"{reason}; stopped before the update, and {state}")
 
     def _resume(self) -> None:
-        found = checkpoint.checkpoints(self.folder)
-        if not found:
-            return
-        state = checkpoint.read_state(found[-1], self.config)
-        checkpoint.load(found[-1], self.optimizer)
-        self.step, self.start, self.earlier_seconds = state.step, state.start, state.seconds
-        self.losses = state.losses
-        print(f"resuming after step {self.step} from {found[-1]}")
+        """From the newest checkpoint that all variants have; the leader of each reads it for the others."""
+        found = {int(path.name.removeprefix("step-")): path for path in checkpoint.checkpoints(self.folder)}
+        step = self.world.agree(sorted(found))
+        if step and self.world.leads:
+            state = checkpoint.read_state(found[step], self.config)
+            checkpoint.load(found[step], self.optimizer)
+            self.start, self.earlier_seconds, self.losses = state.start, state.seconds, state.losses
+            self.say(f"resuming after step {step} from {found[step]}")
+        self.step = step
+        self.losses = self.world.share(self.optimizer, self.losses)
 
     def _save(self) -> Path:
         """Begins a checkpoint; if the one before could not be written, that is said, and is no reason against this."""
         try:
             self.saver.wait()
         except TrainerError as error:
-            print(f"warning: {error}; training goes on")
+            self.say(f"warning: {error}; training goes on")
         state = checkpoint.State(
             step=self.step,
             settings=checkpoint.settings_of(self.config),
@@ -209,26 +234,46 @@ class _Run:
             start=self.start,
             losses=self.losses,
         )
+        if not self.world.leads:
+            return self.folder / f"step-{self.step:06d}"
         return self.saver.save(self.optimizer, state)
 
+    def _interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Measuring may be cut short, unless other ranks wait for it to end."""
+        return self.stop.interruptible() if self.world.alone else contextlib.nullcontext()
+
     def _evaluate(self, when: str, prompts: int | None = None) -> dict[str, Any]:
-        full, evaluator = prompts is None, self.evaluator
         with self.optimizer.averaged():
-            result = evaluator.measure(evaluator.proposer(self.models.drafter), prompts=prompts, compare=full)
+            result = self.assessor.drafter(self.models.drafter, prompts=prompts, compare=prompts is None)
         self.trackers.append({"step": self.step, "time": time.time(), "eval": result})
-        print(f"{when}, {result['prompts']} prompts: {describe(result)}")
+        self.say(f"{when}, {result['prompts']} prompts: {describe(result)}")
         return result
 
     def _batches(self) -> Prefetcher[list[Batch]]:
-        pad = self.models.target.device.type == "cuda"
-        return Prefetcher(
-            lambda number: step_batches(self.config, self.rows, number, pad=pad), range(self.step, self.config.steps)
+        make = partial(
+            step_batches,
+            self.config,
+            self.rows,
+            pad=self.world.device.type == "cuda",
+            parts=self.stream.plan.parts,
+            only=self.own,
+            order_seed=self.stream.seed,
         )
+        return Prefetcher(make, range(self.step, self.config.steps))
 
     def _take(self, batches: list[Batch]) -> Done:
         """One step. Raises Diverged before it changes anything."""
-        spans = Spans(self.models.target.device)
-        gradient = compute_gradient(self.config, self.models, self.optimizer, batches, spans)
+        spans = Spans(self.world.device)
+        gradient = compute_gradient(
+            self.config,
+            self.models,
+            self.optimizer,
+            batches,
+            spans,
+            source=self.source,
+            world=self.world,
+            stopping=bool(self.stop.requested),
+        )
         measured, by_position = gradient.metrics.read()
         loss, norm = metrics.ratio(measured["loss"]), gradient.norm.item()
         self._check(loss, norm, weighty=measured["loss"][1] > 0)
@@ -241,6 +286,7 @@ class _Run:
             rate=rate,
             norm=norm,
             spans=spans.seconds(),
+            stopping=bool(gradient.stopping),
         )
 
     def _check(self, loss: float, norm: float, *, weighty: bool) -> None:
@@ -276,12 +322,12 @@ class _Run:
                 self.step += 1
                 self._record(done, waited)
                 window, tokens = metrics.add(window, done.metrics), tokens + done.tokens
-                if self.stop.requested:
+                if done.stopping:
                     raise Stopped
                 if self.step % config.print_every == 0 or self.step == config.steps:
                     elapsed = time.perf_counter() - since
                     mean = {name: metrics.ratio(pair) for name, pair in window.items()}
-                    print(
+                    self.say(
                         f"step {self.step}/{config.steps}  loss {mean['loss']:.3f}  "
                         f"first slot {mean['first_slot_accuracy']:.1%}  "
                         f"accepted {mean['accepted_in_training']:.2f}  {tokens / elapsed:,.0f} tokens/s"
@@ -289,8 +335,9 @@ class _Run:
                     window, tokens, since = {}, 0, time.perf_counter()
                 if self.step % config.checkpoint.every == 0 or self.step == config.steps:
                     self._checkpoint()
-                if config.evaluate.every and self.step % config.evaluate.every == 0 and self.step < config.steps:
-                    with self.stop.interruptible():
+                due = config.evaluate.every and self.step % config.evaluate.every == 0 and self.step < config.steps
+                if due and self.assessor:
+                    with self._interruptible():
                         self._evaluate(f"step {self.step}", prompts=config.evaluate.every_prompts)
                 waited = time.perf_counter()
 
@@ -302,7 +349,7 @@ class _Run:
         except TrainerError as error:
             if self.step == self.config.steps:
                 raise
-            print(f"warning: no checkpoint of step {self.step}: {error}; training goes on")
+            self.say(f"warning: no checkpoint of step {self.step}: {error}; training goes on")
 
     def _record(self, done: Done, waited: float) -> None:
         self.trackers.append(
@@ -317,10 +364,11 @@ class _Run:
                 "accuracy": [metrics.ratio(pair) for pair in done.by_position],
                 "spans": {"wait": round(waited, 5), **{name: round(value, 5) for name, value in done.spans.items()}},
                 **self._memory(),
+                **self.source.waits(),
             }
         )
 
     def _memory(self) -> dict[str, float]:
-        if self.models.target.device.type != "cuda":
+        if self.world.device.type != "cuda":
             return {}
-        return {"peak_memory": torch.cuda.max_memory_allocated(self.models.target.device)}
+        return {"peak_memory": torch.cuda.max_memory_allocated(self.world.device)}

@@ -1,5 +1,6 @@
 """Target and drafter of a configuration, on a device."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,12 @@ def choose_device(config: Config) -> torch.device:
         raise TrainerError(
             "device auto: there is no GPU here, and a CPU has no backward of flex attention; set attention: dense"
         )
-    return torch.device(name)
+    if name == "cuda":  # one of several ranks on this machine takes the card of its number
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def spread_layers(layers: int, features: int) -> tuple[int, ...]:

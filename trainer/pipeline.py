@@ -9,6 +9,7 @@ a drafter can end at any step, and it can ask for other things between batches (
 Memory: two buffers at a target; at a drafter one more than the batches of a step that it keeps, and never more.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -67,6 +68,22 @@ def _receive(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         buffer.copy_(host)
     else:
         dist.recv(buffer, peer, group=group)
+
+
+@contextlib.contextmanager
+def _stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """For a thread: on the common stream, a transfer would wait for all the computing that is queued."""
+    if device.type == "cuda":
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            yield
+    else:
+        yield
+
+
+def _wait(device: torch.device) -> None:
+    """For what this thread has queued; not for what others have."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 @dataclass(kw_only=True)
@@ -155,8 +172,7 @@ class Sender:
             self.waits.waiting += time.perf_counter() - began
             began = time.perf_counter()
             make(batch, buffer)
-            if self.world.device.type == "cuda":
-                torch.cuda.synchronize()
+            _wait(self.world.device)
             self.waits.busy += time.perf_counter() - began
             self.waits.batches += 1
             began = time.perf_counter()
@@ -175,15 +191,15 @@ class Sender:
 
     def _carry(self, made: queue.Queue, free: queue.Queue, failure: list[BaseException]) -> None:
         try:
-            while (entry := made.get()) is not None:
-                batch, buffer, wanted = entry
-                for rank in wanted:
-                    pair = (self.world.role.rank, rank)
-                    dist.send(_number(batch), rank, group=self.world.control[pair], tag=READY)
-                    _send(buffer, rank, self.world.data[pair])
-                if self.world.device.type == "cuda":
-                    torch.cuda.synchronize()
-                free.put(buffer)
+            with _stream_of_its_own(self.world.device):
+                while (entry := made.get()) is not None:
+                    batch, buffer, wanted = entry
+                    for rank in wanted:
+                        pair = (self.world.role.rank, rank)
+                        dist.send(_number(batch), rank, group=self.world.control[pair], tag=READY)
+                        _send(buffer, rank, self.world.data[pair])
+                    _wait(self.world.device)
+                    free.put(buffer)
         except BaseException as error:
             failure.append(error)
             free.put(None)
@@ -195,36 +211,41 @@ class Receiver:
 
     world: World
     parcel: Parcel
-    ahead: int = 2  # buffers: of the batch in use, and of the one on its way
+    buffers: int = 2  # of the batch in use, and of the one on its way
     waits: Waits = field(default_factory=Waits)
 
     def start(self, batches: Iterator[int]) -> None:
-        self._free: queue.Queue[Tensor] = queue.Queue()
+        self._free: queue.Queue[tuple[Tensor, torch.cuda.Event | None]] = queue.Queue()
         self._here: queue.Queue[tuple[int, Tensor] | BaseException] = queue.Queue()
         self._stopping = threading.Event()
-        for _ in range(self.ahead):
-            self._free.put(self.parcel.empty(self.world.device))
+        for _ in range(self.buffers):
+            self._free.put((self.parcel.empty(self.world.device), None))
         self._thread = threading.Thread(target=self._fetch, args=(batches,), name="receiver", daemon=True)
         self._thread.start()
 
     def _fetch(self, batches: Iterator[int]) -> None:
         try:
-            for batch in batches:
-                buffer = self._free.get()
-                if self._stopping.is_set():
-                    return
-                pair = (self.world.topology.maker(batch), self.world.role.rank)
-                dist.send(_number(batch), pair[0], group=self.world.control[pair], tag=ASK)
-                ready = _number()
-                dist.recv(ready, pair[0], group=self.world.control[pair], tag=READY)
-                if int(ready) != batch:
-                    raise TrainerError(f"rank {pair[0]} sends batch {int(ready)} in place of {batch}")
-                _receive(buffer, pair[0], self.world.data[pair])
-                if self.world.device.type == "cuda":
-                    torch.cuda.synchronize()
-                self._here.put((batch, buffer))
+            with _stream_of_its_own(self.world.device):
+                self._fetch_all(batches)
         except BaseException as error:
             self._here.put(error)
+
+    def _fetch_all(self, batches: Iterator[int]) -> None:
+        for batch in batches:
+            buffer, used = self._free.get()
+            if self._stopping.is_set():
+                return
+            if used is not None:
+                used.synchronize()  # what reads it has run
+            pair = (self.world.topology.maker(batch), self.world.role.rank)
+            dist.send(_number(batch), pair[0], group=self.world.control[pair], tag=ASK)
+            ready = _number()
+            dist.recv(ready, pair[0], group=self.world.control[pair], tag=READY)
+            if int(ready) != batch:
+                raise TrainerError(f"rank {pair[0]} sends batch {int(ready)} in place of {batch}")
+            _receive(buffer, pair[0], self.world.data[pair])
+            _wait(self.world.device)
+            self._here.put((batch, buffer))
 
     def take(self, batch: int) -> Tensor:
         """The buffer of this batch, which must be the next; `give_back` it when it has been used."""
@@ -238,12 +259,17 @@ class Receiver:
         return entry[1]
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free.put(buffer)
+        """When all that reads it has been queued."""
+        used = None
+        if buffer.is_cuda:
+            used = torch.cuda.Event()
+            used.record()
+        self._free.put((buffer, used))
 
     def stop(self) -> None:
         """No further batch is wanted. One that has been asked for is still taken, so that nobody is left sending."""
         self._stopping.set()
-        self._free.put(torch.empty(0))
+        self._free.put((torch.empty(0), None))
         self._thread.join()
         for pair, group in self.world.control.items():
             dist.send(_number(STOP), pair[0], group=group, tag=ASK)

@@ -162,13 +162,13 @@ class Target:
         logits = hidden @ self.head.T
         return logits if logits.dtype == torch.float64 else logits.float(), features
 
-    def check_isolation(self, length: int) -> None:
+    def check_isolation(self, length: int, rows: int = 1) -> None:
         """Features of a packed document do not depend on the others, and equal those of the document alone.
 
-        Raises TrainerError. Three forward passes over one row of `length` tokens, in the very form that training uses.
-        It catches whatever leaks between documents: a mask, positions, or an architecture that looks back by other
-        means than attention. Another neighbour changes nothing, to the last bit in most models; another place in the
-        row changes the order of sums, and many layers of bf16 make that grow.
+        Raises TrainerError. Three forward passes over `rows` equal rows of `length` tokens, in the very form that
+        training uses. It catches whatever leaks between documents: a mask, positions, or an architecture that looks
+        back by other means than attention. Another neighbour changes nothing, to the last bit in most models; another
+        place in the row changes the order of sums, and many layers of bf16 make that grow.
         """
         first = max(1, length // 3)
         draw = torch.Generator().manual_seed(0)
@@ -182,7 +182,8 @@ class Target:
             at, end = before.shape[1], before.shape[1] + document.shape[1]
             start = torch.zeros(1, length, dtype=torch.int64, device=self.device)
             start[:, at:end], start[:, end:] = at, end
-            _, found = self.inspect(torch.cat([before, document, after], dim=1), start, last=False)
+            tokens = torch.cat([before, document, after], dim=1)
+            _, found = self.inspect(tokens.repeat(rows, 1), start.repeat(rows, 1), last=False)
             return found[:, at:end].float()
 
         nothing = one[:, :0]

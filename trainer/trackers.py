@@ -53,6 +53,16 @@ class Trackers:
             self.wandb.finish()
 
 
+class NoTrackers:
+    """Of ranks that do not lead."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """The leader writes what all did."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def _need(package: str, setting: str) -> Any:
     try:
         return importlib.import_module(package)

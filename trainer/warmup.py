@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -140,8 +140,10 @@ def _cache_counters() -> tuple[int, int]:
     return counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
 
 
-def prove_not_dense(blocks: Blocks, kind: LayerKind, *, heads: int, kv_heads: int, size: int) -> dict[str, object]:
-    """One compiled attention call, forward and backward, at the run's own shape, in bf16 on the blocks' GPU.
+def prove_not_dense(
+    blocks: Blocks, kind: LayerKind, *, heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> dict[str, object]:
+    """One compiled attention call, forward and backward, at the run's own shape, on the blocks' GPU.
 
     Raises TrainerError when its memory is that of dense attention, or no flex kernel ran. Returns the evidence.
     """
@@ -149,7 +151,7 @@ def prove_not_dense(blocks: Blocks, kind: LayerKind, *, heads: int, kv_heads: in
     dense = rows * heads * blocks.queries * blocks.keys * 4
 
     def some(count: int, length: int) -> torch.Tensor:
-        return torch.randn(rows, count, length, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        return torch.randn(rows, count, length, size, dtype=dtype, device=device, requires_grad=True)
 
     query, context = some(heads, blocks.queries), [some(kv_heads, blocks.context) for _ in range(2)]
     own = [some(kv_heads, blocks.queries) for _ in range(2)]
@@ -171,7 +173,3 @@ def prove_not_dense(blocks: Blocks, kind: LayerKind, *, heads: int, kv_heads: in
             f"it is not the compiled kernel that ran ({', '.join(kernels)})"
         )
     return evidence
-
-
-def as_record(warmed: Warmed) -> dict[str, object]:
-    return asdict(warmed)

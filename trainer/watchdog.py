@@ -26,7 +26,9 @@ BEAT = 0.5  # seconds between two looks
 SILENCE = 15.0  # a companion that is silent for so long is lost, with its machine or its network
 GRACE = 2.0  # seconds that a rank has to end after it was told
 
-LEFT, FAILED = b"left\n", b"failed "
+ECHO = 2.0  # seconds in which another rank may be named before one whose connections broke names itself
+
+LEFT, FAILED, BROKE = b"left\n", b"failed ", b"broke "
 
 
 class Watchdog:
@@ -56,9 +58,9 @@ class Watchdog:
             print(f"error: {said.decode()}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def failed(self, reason: str) -> None:
-        """This rank is about to end by an error of its own, which is the reason of the others' end."""
-        self._tell(FAILED + reason.replace("\n", " ").encode()[:400] + b"\n")
+    def failed(self, reason: str, *, echo: bool) -> None:
+        """This rank is about to end by an error: its own, or perhaps the echo of another rank's end."""
+        self._tell((BROKE if echo else FAILED) + reason.replace("\n", " ").encode()[:400] + b"\n")
 
     def left(self) -> None:
         """This rank has done its work; that it ends means nothing."""
@@ -87,7 +89,7 @@ class _Companion:
             self._end(f"the store of the run no longer answers rank {self.rank} at {self.place}: {error}")
 
     def _watch(self) -> None:
-        number, heard = 0, b""
+        number, heard, broke = 0, b"", None
         while True:
             ready, _, _ = select.select([self.life], [], [], BEAT)
             if ready:
@@ -96,12 +98,17 @@ class _Companion:
                 if LEFT in heard:
                     self.store.set(f"beat/{self.rank}", LEFT)
                     return
-                if FAILED in heard:
-                    self._name(self.rank, f"failed: {heard.split(FAILED, 1)[1].decode(errors='replace').strip()}")
+                if heard.startswith(FAILED):
+                    self._name(self.rank, f"failed: {heard[len(FAILED) :].decode(errors='replace').strip()}")
                     return
-                if not part:
+                if heard.startswith(BROKE) and broke is None:
+                    broke = time.monotonic()
+                if not part and broke is None:
                     self._name(self.rank, "ended first, without a word: it was killed, or crashed")
                     return
+            if broke is not None and time.monotonic() - broke > ECHO:
+                self._name(self.rank, f"failed: {heard[len(BROKE) :].decode(errors='replace').strip()}")
+                return
             number += 1
             self.store.set(f"beat/{self.rank}", str(number))
             if not Path(f"/proc/{self.launcher}").exists():

@@ -9,8 +9,10 @@ refuses two ranks of one communicator on one card, so ranks that share one use g
 """
 
 import datetime
+import json
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import TrainerError
+from trainer.optimizer import Optimizer
 from trainer.topology import Role, Topology
-from trainer.watchdog import Watchdog, store_of_the_launcher
+from trainer.watchdog import ECHO, Watchdog, store_of_the_launcher
 
 Pair = tuple[int, int]  # target rank, drafter rank
 
@@ -53,22 +56,91 @@ class World:
         for tensor in tensors:
             _all_reduce(tensor, self.peers)
 
-    def barrier(self) -> None:
-        """Of all ranks; through the store, so that no communicator is needed yet."""
+    def barrier(self, *, patience: float | None = 0.0) -> None:
+        """Of all ranks, within `patience` seconds (0: the usual; None: for ever). Through the store, so that no
+        communicator is needed yet; what ends it when a rank is gone is the watchdog."""
         if self.store is None:
             return
         self.barriers += 1
         name = f"barrier/{self.barriers}"
         if self.store.add(name, 1) == self.topology.world:
             self.store.set(f"{name}/done", "1")
-        self.store.wait([f"{name}/done"], datetime.timedelta(seconds=self.timeout))
+        ends = None if patience is None else time.monotonic() + (patience or self.timeout)
+        while not self.store.check([f"{name}/done"]):
+            if ends is not None and time.monotonic() > ends:
+                came = self.store.add(name, 0)
+                raise TrainerError(f"only {came} of {self.topology.world} ranks have come so far, within the time-out")
+            time.sleep(0.05)
+
+    def failed(self, error: BaseException) -> None:
+        """This rank ends by an error: the others are told, and end too. An error of a connection is mostly the echo of
+        another rank's end, which the watchdog then names in this one's place."""
+        if self.watchdog is None:
+            return
+        echo = isinstance(error, dist.DistError) or "gloo" in str(error)
+        self.watchdog.failed(f"{type(error).__name__}: {error}", echo=echo)
+        if echo:
+            time.sleep(ECHO + 2.0)  # the watchdog ends this process, or nobody else is to blame
 
     def leave(self) -> None:
-        """This rank has done all that the others need of it."""
+        """Waits for all the others to be done as well: a rank that goes takes its connections with it."""
+        self.barrier(patience=None)
         if self.watchdog is not None:
             self.watchdog.left()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def agree(self, steps: list[int]) -> int:
+        """The newest of the steps that every variant has a checkpoint of; called by all ranks that train, where
+        `steps` counts only at the leader. Targets learn of it by `published`. Raises TrainerError."""
+        if self.store is None:
+            return steps[-1] if steps else 0
+        if self.leads:
+            self.store.set(f"steps/{self.role.variant}", json.dumps(steps))
+        found = [json.loads(self.published(f"steps/{variant}")) for variant in range(len(self.topology.drafters))]
+        common = set.intersection(*map(set, found))
+        if any(found) and not common:
+            raise TrainerError(
+                f"the drafters have no checkpoint of the same step ({found}); remove those of the run to begin anew"
+            )
+        step = max(common, default=0)
+        if self.leads and self.role.variant == 0:
+            self.store.set("first", str(step))
+        return step
+
+    def share(self, optimizer: Optimizer, losses: list[float]) -> list[float]:
+        """The leader's weights and optimizer state, to all of its variant; -> its losses."""
+        if self.peers is None or dist.get_world_size(self.peers) == 1:
+            return losses
+        leader = self.topology.drafter_ranks(self.role.variant)[0]
+        for tensor in optimizer.tensors().values():
+            host = tensor.is_cuda and dist.get_backend(self.peers) == "gloo"
+            moved = tensor.cpu() if host else tensor
+            if not host and not moved.is_cuda and dist.get_backend(self.peers) == "nccl":  # a counter on the host
+                moved = moved.to(self.device)
+            dist.broadcast(moved, leader, group=self.peers)
+            tensor.copy_(moved)
+        optimizer.loaded()
+        name = f"losses/{self.role.variant}"
+        if self.leads:
+            self.store.set(name, json.dumps(losses))
+        return json.loads(self.published(name))
+
+    def published(self, name: str) -> str:
+        """What another rank says of itself, when it has."""
+        assert self.store is not None
+        self.store.wait([name], datetime.timedelta(seconds=self.timeout))
+        return self.store.get(name).decode()
+
+    def publish(self, name: str, content: object) -> None:
+        if self.store is not None:
+            self.store.set(name, json.dumps(content))
+
+    def peek(self, name: str) -> object:
+        """None where nothing was published."""
+        if self.store is None or not self.store.check([name]):
+            return None
+        return json.loads(self.store.get(name))
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:

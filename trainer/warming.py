@@ -1,0 +1,81 @@
+"""What a rank warms: one micro-batch of the very shapes that it will use, made up."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trainer import warmup
+from trainer.config import Config
+from trainer.feed import made_up, parcel_of
+from trainer.models import Models
+from trainer.optimizer import Optimizer
+from trainer.spans import Spans
+from trainer.step import blocks_of, compute_gradient, objective_of
+from trainer.target import Target
+from trainer.warmup import Warmed
+from trainer.world import World
+
+
+def warm_target(config: Config, world: World, target: Target, run_dir: Path) -> Warmed:
+    """Compiles by checking that packed documents do not see each other, in rows of the run's length."""
+
+    def work() -> None:
+        target.check_isolation(config.data.row_length, rows=config.data.rows_per_step // config.plan.parts)
+
+    return _warm(work, f"target on {kind_of(world.device)}", config, world, run_dir)
+
+
+def warm_drafter(
+    config: Config, world: World, models: Models, optimizer: Optimizer, run_dir: Path, *, stream: Config
+) -> Warmed:
+    """Forward and backward of one micro-batch, without an update; then the proof that its attention is not dense.
+
+    `stream`: the run's configuration, of which `config` is this rank's variant.
+    """
+    parcel = parcel_of(stream, models.vocabulary.config, world.device)
+    batch = made_up(config, rows=parcel.rows)
+
+    def work() -> None:
+        shape, place = (parcel.rows, parcel.length), {"dtype": parcel.dtype, "device": world.device}
+        features = torch.randn(*shape, parcel.features, **place)
+        last = torch.randn(*shape, parcel.hidden, **place) if objective_of(config).distils else None
+        compute_gradient(config, models, optimizer, [batch], Spans(world.device), source=lambda _: (last, features))
+        optimizer.clear()
+
+    name = f"drafter {world.role.variant} on {kind_of(world.device)}"
+    warmed = _warm(work, name, config, world, run_dir)
+    if config.attention == "dense":
+        return warmed
+    blocks, shape = blocks_of(batch.to(world.device), config.drafter.block_size), models.drafter.shape
+    evidence = {
+        str(layer): warmup.prove_not_dense(
+            blocks,
+            layer,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            size=shape.head_size,
+            dtype=models.drafter.dtype,
+        )
+        for layer in dict.fromkeys(models.drafter.kinds)
+    }
+    return replace(warmed, evidence=evidence)
+
+
+def _warm(work: Callable[[], None], name: str, config: Config, world: World, run_dir: Path) -> Warmed:
+    who = f"rank {world.role.rank} ({world.role.kind} {world.role.index})"
+    return warmup.warm(work, folder=_folder(run_dir), name=name, who=who, timeout=config.topology.timeout)
+
+
+def kind_of(device: torch.device) -> str:
+    """Of GPU: kernels of one kind serve every card of it."""
+    return torch.cuda.get_device_name(device).replace("/", " ") if device.type == "cuda" else "cpu"
+
+
+def _folder(run_dir: Path) -> Path:
+    """One for each attempt, the ranks of which have one launcher: what became of an earlier one is of no interest."""
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]  # proc(5): start time
+    return run_dir / "warm" / f"{launcher}-{born}"
