@@ -1,4 +1,4 @@
-"""`python -m trainer train | evaluate | export`; `python -m trainer --help` tells the rest.
+"""`python -m trainer train | evaluate | export | warmup`; `python -m trainer --help` tells the rest.
 
 Nothing here imports torch until a configuration has been read, so help and configuration errors come at once.
 """
@@ -24,7 +24,8 @@ def parser() -> argparse.ArgumentParser:
     export = commands.add_parser(
         "export", help="write a checkpoint as serving engines read it, and prove it drafts alike"
     )
-    for command in (train, evaluate, export):
+    warmup = commands.add_parser("warmup", help="compile everything that a run will use, and train nothing")
+    for command in (train, evaluate, export, warmup):
         command.add_argument("config", type=Path, metavar="CONFIG.yaml")
         command.add_argument("--seed", type=int, help="use this seed in place of the file's")
         command.add_argument(
@@ -73,8 +74,8 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
     # times as long; asleep at once, they wake too late. OpenMP reads this when torch is imported, which takes
     # seconds; hence here and not at the top.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    run_dir = Path(os.environ.get("ORCH_RUN_DIR") or Path("runs") / config.name)
     if options.command == "train":
-        run_dir = Path(os.environ.get("ORCH_RUN_DIR") or Path("runs") / config.name)
         metrics_path = Path(os.environ.get("ORCH_METRICS") or run_dir / "metrics.jsonl")
         faults.register()
         if not launch.under_torchrun():
@@ -84,6 +85,11 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
         from trainer.loop import train
 
         return train(config, run_dir=run_dir, metrics_path=metrics_path, began=began)
+    if options.command == "warmup":
+        from trainer.models import choose_device
+        from trainer.warming import warm_all
+
+        return warm_all(config, choose_device(config), run_dir)
     if options.command == "evaluate":
         from trainer.evaluate import evaluate_checkpoint
 

@@ -103,6 +103,8 @@ def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, me
     )
     if world.device.type == "cuda" or not world.alone:
         say(f"warm-up: {warmed.line()}")
+    for layer, found in warmed.evidence.items():
+        say(f"{layer}: {warming.evidence_line(found)}")
     trackers = Trackers(config, run_dir=folder, metrics_path=metrics_path) if world.leads else NoTrackers()
     if warmed.evidence:
         trackers.append({"step": 0, "time": time.time(), "warmup": vars(warmed)})

@@ -10,7 +10,7 @@ import torch
 from trainer import warmup
 from trainer.config import Config
 from trainer.feed import made_up, parcel_of
-from trainer.models import Models
+from trainer.models import Models, build_without_target, load_target
 from trainer.optimizer import Optimizer
 from trainer.spans import Spans
 from trainer.step import blocks_of, compute_gradient, objective_of
@@ -79,3 +79,33 @@ def _folder(run_dir: Path) -> Path:
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]  # proc(5): start time
     return run_dir / "warm" / f"{launcher}-{born}"
+
+
+def warm_all(config: Config, device: torch.device, run_dir: Path) -> int:
+    """`trainer warmup`: all that any rank of this kind of GPU will compile, one after the other; -> the exit code."""
+    plan = config.plan
+    world = World(topology=plan, role=plan.role(0), device=device, timeout=config.topology.timeout)
+    target = load_target(config, device)
+    warmed = warm_target(config, world, target, run_dir)
+    print(f"target: {warmed.line()}")
+    del target
+    for number, each in enumerate([variant.config for variant in config.variants] or [config]):
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        models = build_without_target(each, device)
+        optimizer = Optimizer(models.drafter, each.optimizer, each.steps)
+        own = replace(world, role=replace(world.role, variant=number))
+        warmed = warm_drafter(each, own, models, optimizer, run_dir, stream=config)
+        print(f"{config.variants[number].name if config.variants else 'drafter'}: {warmed.line()}")
+        for layer, found in warmed.evidence.items():
+            print(f"  {layer}: {evidence_line(found)}")
+        del models, optimizer
+    warmup.seal()
+    return 0
+
+
+def evidence_line(found: dict) -> str:
+    return (
+        f"attention took {found['peak_bytes'] / 2**20:.0f} MiB where dense attention takes "
+        f"{found['dense_bytes'] / 2**30:.2f} GiB a copy; kernels {', '.join(found['kernels'])}"
+    )

@@ -39,6 +39,8 @@ class Warmed:
     evidence: dict[str, object] = field(default_factory=dict)
 
     def line(self) -> str:
+        if not self.hits and not self.misses:
+            return f"tried in {self.seconds:.1f} s, with nothing to compile"
         how = "compiled" if self.compiled_here else "loaded what another rank compiled"
         return f"{how} in {self.seconds:.1f} s (compile cache: {self.hits} hits, {self.misses} misses)"
 
