@@ -80,6 +80,7 @@ def configuration(folder: Path, options: argparse.Namespace) -> dict:
         "loss": {"anchors_per_row": 1024, "gamma": 7, "chunk": 2048},
         "optimizer": {"kind": options.optimizer, "adam_rate": 1e-4},
         "checkpoint": {"every": options.checkpoint_every or options.steps + 1, "keep": 1},
+        "topology": {"mode": options.mode},
     }
 
 
@@ -90,6 +91,9 @@ def report(path: Path, steps: int) -> None:
     times = [second["time"] - first["time"] for first, second in itertools.pairwise(records)]
     step, tokens = statistics.median(times), statistics.median(record["tokens"] for record in records)
     peak = max(record.get("peak_memory", 0) for record in records) / 2**30
+    waited = [record["waited_for_target"] for record in records if "waited_for_target" in record]
+    if waited:
+        print(f"the drafter waited {1e3 * statistics.median(waited):.0f} ms of a step for features")
     print("  ".join(f"{name} {1e3 * value:.0f} ms" for name, value in spans.items()))
     print(f"step {1e3 * step:.0f} ms (with the target), {tokens / step / 1e3:.1f} Ktok/s, peak {peak:.1f} GiB")
     print(f"drafter alone {1e3 * (sum(spans.values()) - spans['target'] - spans['wait']):.0f} ms")
@@ -101,6 +105,9 @@ def main() -> int:
     parser.add_argument("--target-layers", type=int, default=36)
     parser.add_argument("--documents", type=int, default=2000, help="tokens of a document, about")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument(
+        "--mode", choices=("colocated", "split"), default="colocated", help="split: 1 target, 1 drafter"
+    )
     parser.add_argument("--checkpoint-every", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None, help="kept, and used again (default: a temporary one)")
     options = parser.parse_args()
