@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,13 +78,14 @@ def test_wandb_reads_an_offline_run_back(tmp_path, monkeypatch):
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for attempt in range(3):  # W&B 0.31 leaves an empty file now and then, of a run as short as this
-        run_dir = tmp_path / f"20300101-run-{attempt}"
-        run_dir.mkdir()
-        assert len(report(run_dir, wandb="offline", wandb_project="mine")) == len(RECORDS)
-        (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-        if file.stat().st_size:
-            break
+    run_dir = tmp_path / "20300101-run"
+    run_dir.mkdir()
+    assert len(report(run_dir, wandb="offline", wandb_project="mine")) == len(RECORDS)
+    (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    end = time.monotonic() + 60
+    while not any(entry.HasField("exit") for entry in wandb_records(file)):  # W&B 0.31 does not wait for its writer
+        assert time.monotonic() < end, file.stat().st_size
+        time.sleep(0.1)
     found, run = set(), None
     for entry in wandb_records(file):
         if entry.HasField("run"):
@@ -107,6 +109,8 @@ def wandb_records(file: Path) -> Iterator:
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
+        if at + 7 + size > len(content):
+            return  # it is still being written
         record += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
