@@ -12,6 +12,7 @@ from pathlib import Path
 from trainer import faults, launch
 from trainer.config import Config, ConfigError, load
 from trainer.errors import TrainerError
+from trainer.watchdog import Watchdog
 
 USAGE_ERROR = 2
 
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     options = parser().parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     sys.stdout.reconfigure(line_buffering=True)
     overrides = list(options.overrides)
     if options.seed is not None:
@@ -81,10 +83,11 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
         if not launch.under_torchrun():
             print(f"train {config.name}: seed {config.seed}, {config.steps} steps, files in {run_dir}")
             if config.plan.world > 1:
-                launch.become_torchrun(config.plan, sys.argv[1:])
+                launch.become_torchrun(config.plan, options.arguments)
+        watchdog = Watchdog.of_this_rank() if config.plan.world > 1 else None
         from trainer.loop import train
 
-        return train(config, run_dir=run_dir, metrics_path=metrics_path, began=began)
+        return train(config, run_dir=run_dir, metrics_path=metrics_path, began=began, watchdog=watchdog)
     if options.command == "warmup":
         from trainer.models import choose_device
         from trainer.warming import warm_all

@@ -33,6 +33,7 @@ from trainer.step import compute_gradient
 from trainer.stop import Stop, Stopped
 from trainer.trackers import NoTrackers, Trackers
 from trainer.warmup import seal
+from trainer.watchdog import Watchdog
 from trainer.world import World, join
 
 SPIKE_WINDOW = 100  # last losses whose median a spike is measured against
@@ -56,20 +57,20 @@ class Done:
     stopping: bool  # some rank was asked to end
 
 
-def train(config: Config, *, run_dir: Path, metrics_path: Path, began: float) -> int:
-    """One rank of the run, or all of it; -> the exit code."""
+def train(config: Config, *, run_dir: Path, metrics_path: Path, began: float, watchdog: Watchdog | None = None) -> int:
+    """One rank of the run, or all of it; -> the exit code. Of several ranks each has a watchdog."""
     stop = Stop()
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = choose_device(config)
-    world = join(config.plan, device, backend=config.topology.backend, timeout=config.topology.timeout)
     try:
+        world = join(config.plan, choose_device(config), config.topology, watchdog)
         if world.role.kind == "target":
             code = serve(config, world, run_dir=run_dir)
         else:
             code = train_drafter(config, world, stop, run_dir=run_dir, metrics_path=metrics_path, began=began)
     except BaseException as error:
-        world.failed(error)  # does not return where another rank's end is the reason
+        if watchdog:
+            watchdog.failed(error)  # does not return where another rank's end is the reason
         raise
     world.leave()
     return code
@@ -115,9 +116,11 @@ def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, me
         return run.leave()
     except Diverged as reason:
         ended = run.give_up(reason)
-        if not stream.variants:
+        if world.alone:
             raise ended from None
-        say(f"error: {ended}; the other drafters go on")  # they are runs of their own
+        # other drafters are runs of their own and go on; and all ranks of this one leave together, not before its
+        # leader has saved
+        say(f"error: {ended}" + ("; the other drafters go on" if stream.variants else ""))
         return 1
     finally:
         trackers.close()
@@ -174,6 +177,7 @@ class _Run:
             with self._interruptible():
                 self.start = self._evaluate("before training")
         self._train()
+        self.world.done(self.step)
         self.saver.wait()
         code = self._finish()
         self.source.stop()
@@ -208,6 +212,7 @@ class _Run:
             state = f"saved the state of step {self.step} in {path}"
         except TrainerError as error:
             state = f"could not save the state: {error}"
+        self.world.done(0)
         self.source.stop()
         return TrainerError(f"{reason}; stopped before the update, and {state}")
 
@@ -274,7 +279,7 @@ class _Run:
             spans,
             source=self.source,
             world=self.world,
-            stopping=bool(self.stop.requested),
+            stopping=self._asked_to_stop(),
         )
         measured, by_position = gradient.metrics.read()
         loss, norm = metrics.ratio(measured["loss"]), gradient.norm.item()
@@ -290,6 +295,11 @@ class _Run:
             spans=spans.seconds(),
             stopping=bool(gradient.stopping),
         )
+
+    def _asked_to_stop(self) -> bool:
+        if self.stop.requested:
+            self.world.ask_to_stop()
+        return bool(self.stop.requested) or self.world.asked_to_stop
 
     def _check(self, loss: float, norm: float, *, weighty: bool) -> None:
         if not weighty:  # no anchors: the loss of nothing is no number, and that is no news
@@ -316,6 +326,7 @@ class _Run:
 
     def _train(self) -> None:
         config, window, since, tokens = self.config, {}, time.perf_counter(), 0
+        last = None  # step, where a stop was asked for
         with self._batches() as batches:
             waited = time.perf_counter()
             for step_parts in batches:
@@ -324,7 +335,9 @@ class _Run:
                 self.step += 1
                 self._record(done, waited)
                 window, tokens = metrics.add(window, done.metrics), tokens + done.tokens
-                if done.stopping:
+                if done.stopping and last is None:
+                    last = self.world.last_step(self.step)
+                if last is not None and self.step >= last:
                     raise Stopped
                 if self.step % config.print_every == 0 or self.step == config.steps:
                     elapsed = time.perf_counter() - since

@@ -11,7 +11,6 @@ refuses two ranks of one communicator on one card, so ranks that share one use g
 import datetime
 import json
 import os
-import socket
 import time
 from dataclasses import dataclass, field
 
@@ -19,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.config import TopologyConfig
 from trainer.errors import TrainerError
 from trainer.optimizer import Optimizer
 from trainer.topology import Role, Topology
-from trainer.watchdog import ECHO, Watchdog, store_of_the_launcher
+from trainer.watchdog import Watchdog, place_here
 
 Pair = tuple[int, int]  # target rank, drafter rank
 
@@ -72,16 +72,6 @@ class World:
                 raise TrainerError(f"only {came} of {self.topology.world} ranks have come so far, within the time-out")
             time.sleep(0.05)
 
-    def failed(self, error: BaseException) -> None:
-        """This rank ends by an error: the others are told, and end too. An error of a connection is mostly the echo of
-        another rank's end, which the watchdog then names in this one's place."""
-        if self.watchdog is None:
-            return
-        echo = isinstance(error, dist.DistError) or "gloo" in str(error)
-        self.watchdog.failed(f"{type(error).__name__}: {error}", echo=echo)
-        if echo:
-            time.sleep(ECHO + 2.0)  # the watchdog ends this process, or nobody else is to blame
-
     def leave(self) -> None:
         """Waits for all the others to be done as well: a rank that goes takes its connections with it."""
         self.barrier(patience=None)
@@ -91,15 +81,16 @@ class World:
             dist.destroy_process_group()
 
     def agree(self, steps: list[int]) -> int:
-        """The newest of the steps that every variant has a checkpoint of; called by all ranks that train, where
-        `steps` counts only at the leader. Targets learn of it by `published`. Raises TrainerError."""
+        """The newest of the steps that every variant has a checkpoint of, or 0 where some variant has none yet;
+        called by all ranks that train, where `steps` counts only at the leader. Targets learn of it by `published`.
+        Raises TrainerError."""
         if self.store is None:
             return steps[-1] if steps else 0
         if self.leads:
             self.store.set(f"steps/{self.role.variant}", json.dumps(steps))
         found = [json.loads(self.published(f"steps/{variant}")) for variant in range(len(self.topology.drafters))]
         common = set.intersection(*map(set, found))
-        if any(found) and not common:
+        if all(found) and not common:
             raise TrainerError(
                 f"the drafters have no checkpoint of the same step ({found}); remove those of the run to begin anew"
             )
@@ -107,6 +98,32 @@ class World:
         if self.leads and self.role.variant == 0:
             self.store.set("first", str(step))
         return step
+
+    @property
+    def _several(self) -> bool:
+        return len(self.topology.drafters) > 1
+
+    def ask_to_stop(self) -> None:
+        """Of all variants: one that went on alone would leave checkpoints of other steps than the rest."""
+        if self._several and self.store is not None:
+            self.store.set("stopping", "1")
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return self._several and self.leads and self.store is not None and self.store.check(["stopping"])
+
+    def last_step(self, step: int) -> int:
+        """The step after which every variant stops, this one having done `step` when it was asked to: the most that
+        any has done. Their steps are at most as far apart as batches are made ahead, so nobody waits for long."""
+        if not self._several:
+            return step
+        self.done(step)
+        return max(int(self.published(f"done/{variant}")) for variant in range(len(self.topology.drafters)))
+
+    def done(self, step: int) -> None:
+        """This variant takes no further step, or none without the others; said once."""
+        if self._several and self.leads:
+            self.store.compare_set(f"done/{self.role.variant}", "", str(step))
 
     def share(self, optimizer: Optimizer, losses: list[float]) -> list[float]:
         """The leader's weights and optimizer state, to all of its variant; -> its losses."""
@@ -164,19 +181,19 @@ def choose_backend(wanted: str, devices: list[str]) -> str:
     return "nccl" if apart and wanted != "gloo" else "gloo"
 
 
-def join(topology: Topology, device: torch.device, *, backend: str = "auto", timeout: float = 1800.0) -> World:
+def join(topology: Topology, device: torch.device, settings: TopologyConfig, watchdog: Watchdog | None) -> World:
     """This process's place among the ranks. Raises TrainerError where torchrun started another number of them."""
-    if topology.world == 1:
+    timeout, backend = settings.timeout, settings.backend
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if topology.world == 1 and size == 1:
         return World(topology=topology, role=topology.role(0), device=device, timeout=timeout)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != topology.world:
+    if size != topology.world or watchdog is None:
         raise TrainerError(f"the configuration's topology has {topology.world} ranks, and torchrun started {size}")
     patience = datetime.timedelta(seconds=timeout)
-    place = os.environ.get("ORCH_PLACE") or socket.gethostname()
-    watchdog = Watchdog(store_of_the_launcher, rank=rank, size=size, place=place)
+    watchdog.begin(size=size)
     dist.init_process_group("gloo", timeout=patience)
     store = dist.PrefixStore("trainer", dist.distributed_c10d._get_default_store())
-    store.set(f"device/{rank}", f"{place} {device}" if device.type == "cuda" else "cpu")
+    store.set(f"device/{rank}", f"{place_here()} {device}" if device.type == "cuda" else "cpu")
     devices = [store.get(f"device/{other}").decode() for other in range(size)]
     world = World(
         topology=topology,
