@@ -241,6 +241,8 @@ def check_together(config: Config, problem: Problem) -> None:
         )
     if config.variants and config.topology.mode != "split":
         problem("topology.mode", "must be split, where `drafters` lists several")
+    if config.variants and config.checkpoint.keep < 2:
+        problem("checkpoint.keep", "must be at least 2 for several drafters, which resume from one step that all have")
     drafter, loss, device = config.drafter, config.loss, config.device
     if drafter.block_size > config.data.row_length:
         problem("drafter.block_size", f"is larger than a row ({config.data.row_length} tokens)")

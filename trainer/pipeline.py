@@ -105,7 +105,7 @@ class Requests:
     """At a target: what the drafters ask for, each heard by a thread of its own, in one queue."""
 
     def __init__(self, world: World):
-        self.queue: queue.Queue[tuple[int, int]] = queue.Queue()  # drafter rank, request
+        self.queue: queue.Queue[tuple[int, int] | BaseException] = queue.Queue()  # drafter rank, request
         self.asked: dict[int, int] = {}
         self.stopped: set[int] = set()
         self.drafters = [pair[1] for pair in world.control]
@@ -114,9 +114,12 @@ class Requests:
 
     def _listen(self, pair: Pair, group: dist.ProcessGroup) -> None:
         request = _number()
-        while request != STOP:
-            dist.recv(request, pair[1], group=group, tag=ASK)
-            self.queue.put((pair[1], int(request)))
+        try:
+            while request != STOP:
+                dist.recv(request, pair[1], group=group, tag=ASK)
+                self.queue.put((pair[1], int(request)))
+        except BaseException as error:
+            self.queue.put(error)  # whoever waits for a request must not wait for ever
 
     def await_batch(self, batch: int, drafter: int, other: Callable[[int, int], None]) -> bool:
         """Until `drafter` has asked for `batch`: True, or False if it has stopped. `other` serves what is no batch."""
@@ -135,7 +138,10 @@ class Requests:
             self._take(other)
 
     def _take(self, other: Callable[[int, int], None]) -> None:
-        rank, request = self.queue.get()
+        entry = self.queue.get()
+        if isinstance(entry, BaseException):
+            raise entry
+        rank, request = entry
         if request == STOP:
             self.stopped.add(rank)
         elif request >= 0:
@@ -202,7 +208,8 @@ class Sender:
                     free.put(buffer)
         except BaseException as error:
             failure.append(error)
-            free.put(None)
+            free.put(None)  # the maker waits for a buffer, or for a request
+            self.requests.queue.put(error)
 
 
 @dataclass(kw_only=True)

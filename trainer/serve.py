@@ -24,8 +24,8 @@ def serve(config: Config, world: World, *, run_dir: Path) -> int:
     world.barrier()
     sender = Sender(world, parcel)
     assessor = Assessor(world, target, [v.config for v in config.variants] or [config], documents)
-    first = int(world.published("first"))  # data step
     plan, draws = config.plan, config.data.anchor_draws
+    first = int(world.published("first")) // draws  # data step
     last = -(-config.steps // draws) * plan.parts
     print(
         f"target {world.role.index}: {warmed.line()}; sends {parcel.bytes / 1e6:.2f} MB a batch from two buffers",
