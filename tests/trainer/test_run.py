@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "trainer" / "configs" / "demo.yaml"
 ASSETS = ROOT / "trainer" / "assets" / "demo"
 SMALL = (
-    "steps=6", "data.rows_per_step=1", "loss.anchors_per_row=8", "evaluate.new_tokens=8", "checkpoint.every=3",
-    "checkpoint.keep=9", "evaluate.every=4", "evaluate.every_prompts=2", "print_every=2",
+    "threads=1", "steps=6", "data.rows_per_step=1", "loss.anchors_per_row=8", "evaluate.new_tokens=8",
+    "checkpoint.every=3", "checkpoint.keep=9", "evaluate.every=4", "evaluate.every_prompts=2", "print_every=2",
 )  # fmt: skip
 
 
