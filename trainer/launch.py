@@ -56,17 +56,18 @@ def environment_of_ranks(topology: Topology, environment: dict[str, str]) -> dic
     share = max(1, cores // ranks)
     return {
         "OMP_NUM_THREADS": str(share),
-        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_processes(share)),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(compile_processes(share, ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store that goes away is told with a stack of C++ frames otherwise
         **environment,
     }
 
 
-def compile_processes(cores: int) -> int:
-    """Compiling takes processes of about a gigabyte each: no more than the cores, nor than half of the memory free."""
+def compile_processes(cores: int, ranks: int = 1) -> int:
+    """Of each rank. Compiling takes processes of about a gigabyte each: no more of them than the rank has cores, nor
+    of all ranks together than half of the free memory holds."""
     free = memory_free()
-    return max(1, min(cores, 32) if free is None else min(cores, 32, free // (2 << 30)))
+    return max(1, min(cores, 32) if free is None else min(cores, 32, free // (2 << 30) // ranks))
 
 
 def memory_free() -> int | None:
