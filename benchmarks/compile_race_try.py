@@ -26,7 +26,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from trainer import compile_guard
 from trainer.compile_guard import private
 
-LENGTHS = (256, 384, 512)  # the first is what all scenarios use, the others are new to `lengths`
+# the first is what all scenarios use, the other is new to `lengths`. Each worker has its own number of heads, and all
+# shapes together must stay below torch's limit of 8 compilations of one function, which no guard can lift
+LENGTHS = (256, 384)
 WIDTH = 64
 
 

@@ -161,7 +161,7 @@ def prove_not_dense(
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         attend(kind, query, tuple(context), tuple(own)).sum().backward()
         torch.cuda.synchronize()
     took = torch.cuda.max_memory_allocated(device) - before
