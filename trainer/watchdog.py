@@ -144,8 +144,9 @@ class _Companion:
     def __init__(self, watchdog: Watchdog, size: int, life: int, word: int, rank_pid: int, launcher: int):
         self.rank, self.place, self.connect = watchdog.rank, watchdog.place, watchdog.connect
         self.size, self.life, self.word, self.rank_pid, self.launcher = size, life, word, rank_pid, launcher
-        self.seen: dict[int, tuple[bytes, float]] = {}
-        self.answered = time.monotonic() + CONNECT  # when the store last did
+        # both in looks of our own, not by the clock: a machine that was stopped and goes on has missed nothing
+        self.seen: dict[int, tuple[bytes, int]] = {}  # beats of the others, and when they were new
+        self.silent = -CONNECT / BEAT  # how long the store has been
 
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -153,6 +154,7 @@ class _Companion:
         threading.Thread(target=self._watch_store, daemon=True).start()
         try:
             self.store = self.connect()
+            self.silent = 0
             self.store.set(f"place/{self.rank}", self.place)
             self._watch()
         except Exception as error:  # the store goes with the launcher of its place
@@ -160,8 +162,9 @@ class _Companion:
 
     def _watch_store(self) -> None:
         """A store whose machine is lost does not refuse: it is silent, and whoever asks it waits."""
-        while time.monotonic() - self.answered < SILENCE:
+        while self.silent * BEAT < SILENCE:
             time.sleep(BEAT)
+            self.silent += 1
         self._end(f"the store of the run has not answered rank {self.rank} at {self.place} for {SILENCE:.0f} s")
         os._exit(0)
 
@@ -196,19 +199,18 @@ class _Companion:
                 return self._end(f"the launcher of rank {self.rank} at {self.place} is gone")
             if self.store.check(["first"]):
                 return self._end(f"{self.store.get('first').decode()}; rank {self.rank} only followed")
-            if number % 4 == 0 and (lost := self._lost()):
+            if number % 4 == 0 and (lost := self._lost(number)):
                 return self._end(f"{lost}; rank {self.rank} only followed")
-            self.answered = time.monotonic()
+            self.silent = 0
 
-    def _lost(self) -> str:
-        now = time.monotonic()
+    def _lost(self, now: int) -> str:
         for other in range(self.size):
             if other == self.rank or not self.store.check([f"beat/{other}"]):
                 continue
             beat = self.store.get(f"beat/{other}")
             if other not in self.seen or self.seen[other][0] != beat:
                 self.seen[other] = beat, now
-            elif beat != LEFT.encode() and now - self.seen[other][1] > SILENCE:
+            elif beat != LEFT.encode() and (now - self.seen[other][1]) * BEAT > SILENCE:
                 place = self.store.get(f"place/{other}").decode()
                 reason = f"is lost: its machine or network has been silent for {SILENCE:.0f} s"
                 return _name(self.store, other, place, reason)
@@ -216,14 +218,14 @@ class _Companion:
 
     def _end(self, why: str) -> None:
         """Of our rank: it is told, and killed if it does not go."""
-        self.answered = float("inf")
+        self.silent = -float("inf")
         with contextlib.suppress(OSError):  # it is gone already
             os.write(self.word, why.encode())
         os.close(self.word)
         self._see_it_gone(GRACE)
 
     def _see_it_gone(self, patience: float) -> None:
-        self.answered = float("inf")
+        self.silent = -float("inf")
         ends = time.monotonic() + patience
         while os.getppid() == self.rank_pid:
             if time.monotonic() > ends:
