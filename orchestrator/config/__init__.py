@@ -2,7 +2,7 @@
 
 from orchestrator.config.environments import load_environment
 from orchestrator.config.hosts import LOCAL, load_hosts, parse_ssh, resolve_place
-from orchestrator.config.models import Container, EnvironmentSpec, Health, Host, Place, Recipe, Ssh
+from orchestrator.config.models import Container, EnvironmentSpec, Health, Host, OneOfPlaces, Place, Recipe, Ssh
 from orchestrator.config.project import Project, find_project, list_environments, list_recipes
 from orchestrator.config.recipes import (
     RecipeSource,
@@ -23,6 +23,7 @@ __all__ = [
     "EnvironmentSpec",
     "Health",
     "Host",
+    "OneOfPlaces",
     "Place",
     "Project",
     "Recipe",

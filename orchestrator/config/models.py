@@ -7,6 +7,7 @@ a key of the file but comes from around it (a name from the file's stem, say).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,6 +126,12 @@ Wheels = Annotated[
     Expect('"auto", "workstation", "place", a folder at the place such as /srv/wheels, or the address of an index'),
 ]
 Protect = Annotated[bool | None, Expect("true or false")]
+# where the other places of a run reach this one
+Address = Annotated[
+    Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))] | None,
+    Expect("an IPv4 address, such as 192.0.2.11"),
+]
+Interface = Annotated[str | None, _whole(r"[^\s/:\x00]{1,15}"), Expect("the name of a network interface, such as eth0")]
 
 
 class Container(_Model):
@@ -135,6 +142,8 @@ class Container(_Model):
     root: AbsolutePath | None = None
     wheels: Wheels = None
     protect: Protect = None
+    address: Address = None
+    interface: Interface = None
 
 
 class Host(_Model):
@@ -145,6 +154,8 @@ class Host(_Model):
     root: AbsolutePath | None = None
     wheels: Wheels = None
     protect: Protect = None
+    address: Address = None
+    interface: Interface = None
     python: Annotated[
         str | None, _whole(r"[A-Za-z0-9_/][A-Za-z0-9._/+-]*"), Expect("a command or the path of a Python")
     ] = None
@@ -223,6 +234,22 @@ class Rule(_Model):
     retry: Annotated[bool, Expect("true or false")] = False
 
 
+PlaceName = Annotated[
+    str,
+    _whole(rf"{HOST_NAME}(?:/{CONTAINER_NAME})?"),
+    Expect("a host or HOST/CONTAINER, such as pve/200", "place: HOST/CONTAINER"),
+]
+
+
+class OneOfPlaces(_Model):
+    """One place of a run over several; what is not said of the network is taken from hosts.yaml."""
+
+    place: PlaceName
+    address: Address = None
+    interface: Interface = None
+    ranks: Annotated[int | None, Field(ge=1, le=1024), Expect("a whole number from 1")] = None
+
+
 class Recipe(_Model):
     """What to run, where, in which environment, and what counts as healthy."""
 
@@ -232,11 +259,12 @@ class Recipe(_Model):
         Expect("at most 40 lower-case letters, digits, _ and -, a letter or digit first"),
     ]
     description: Text = ""
-    place: Annotated[
-        str,
-        _whole(rf"{HOST_NAME}(?:/{CONTAINER_NAME})?"),
-        Expect("a host or HOST/CONTAINER, such as pve/200"),
-    ] = "local"
+    place: PlaceName = "local"
+    places: Annotated[
+        list[Annotated[OneOfPlaces, Expect("a mapping with place, address, interface and ranks")]] | None,
+        Field(min_length=2),
+        Expect("a list of two or more mappings with place, address, interface and ranks"),
+    ] = None
     environment: Annotated[
         str,
         _whole(ENVIRONMENT_NAME),

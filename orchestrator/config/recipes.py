@@ -38,7 +38,10 @@ def load_recipe(
     """The recipe of that name (or in that file), with `--set` overrides and another place if given."""
     source = apply_overrides(read_recipe(project, name), overrides)
     if place_override is not None:
-        source = _with(source, ("place",), Document(place_override, values={("place",): "the place given"}))
+        label = "the place given"
+        source = _with(source, ("place",), Document(place_override, values={("place",): label}))
+        if source.document.data.get("places") is not None:
+            source = _with(source, ("places",), Document(None, values={("places",): label}))
     return check_recipe(source)
 
 
@@ -101,6 +104,7 @@ def check_recipe(source: RecipeSource) -> Recipe:
         )
     if isinstance(document.data, dict):
         problems += _secret_problems(document)
+        problems += _places_problems(document)
     recipe, wrong = validate(Recipe, document, given=given)
     problems += wrong
     if recipe is None or problems:
@@ -117,12 +121,17 @@ def parse_recipe(text: str, name: str = "recipe.yaml") -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML with every key written out; reading it gives the same recipe."""
-    return dump_yaml(recipe.model_dump())
+    return dump_yaml(_said(recipe))
+
+
+def _said(recipe: Recipe) -> dict[str, Any]:
+    """All keys but that of `place` and `places` which the recipe does not use."""
+    return recipe.model_dump(exclude={"place"} if recipe.places else {"places"})
 
 
 def recipe_digest(recipe: Recipe, place: Place | str) -> str:
     """SHA-256 (hex) of what the recipe says, at that place; comments and the order of keys do not matter."""
-    content = recipe.model_dump() | {"place": place if isinstance(place, str) else place.name}
+    content = _said(recipe) | {"place": place if isinstance(place, str) else place.name}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
@@ -187,6 +196,31 @@ def _secret_problems(document: Document) -> list[str]:
             )
         elif name.startswith("ORCH_"):
             problems.append(f"{where}: env.{name} cannot be set: names that begin with ORCH_ are orch's own")
+    return problems
+
+
+def _places_problems(document: Document) -> list[str]:
+    """What only the list of places as a whole can show."""
+    places = document.data.get("places")
+    if places is None:
+        return []
+    problems = []
+    if document.data.get("place") is not None:
+        problems.append(f"{document.where_key(('places',))}: place and places exclude each other; keep one of them")
+    entries = [entry if isinstance(entry, dict) else {} for entry in places] if isinstance(places, list) else []
+    for key in ("place", "address"):
+        said = [entry.get(key) for entry in entries]
+        problems += [
+            f"{document.where(('places', index, key))}: places[{index}].{key} stands there twice: {quote(value)}"
+            for index, value in enumerate(said)
+            if isinstance(value, str) and value in said[:index]
+        ]
+    silent = [index for index, entry in enumerate(entries) if entry.get("ranks") is None]
+    if 0 < len(silent) < len(entries):
+        problems.append(
+            f"{document.where(('places', silent[0]))}: places[{silent[0]}] says no ranks, and others do; "
+            "all say them, or none"
+        )
     return problems
 
 

@@ -25,6 +25,7 @@ VERSION = 1
 BEFORE = ("preparing", "starting")
 ACTIVE = ("preparing", "starting", "compiling", "training")
 ENDED = ("finished", "failed", "stopped")
+MEETING = "meeting.json"  # how runners of several places find each other; holds their token, and goes with the start
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}\Z")
 
 # what a state holds where it is not None
@@ -36,6 +37,8 @@ KINDS: Dict[str, Tuple[type, ...]] = {
     "launcher": (dict,),
     "exit": (dict,),
     "stop": (dict,),
+    "places": (list,),
+    "first": (dict,),
 }
 
 _SMALL = 4 << 20  # no record of ours is larger; a file that is, isn't one

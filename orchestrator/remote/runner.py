@@ -17,17 +17,17 @@ from typing import Any, Callable, Dict, List, Optional
 
 from . import processes, spawn
 from .cgroup import MemoryGroup, machine_oom_kills
+from .company import TOKEN, Company
 from .echo import Echo
 from .generations import Chronicle
-from .metrics import Follower
+from .progress import Progress
 from .recorder import Recorder
-from .rundir import RunDir, State, no_exit, read_json
+from .rundir import MEETING, RunDir, State, no_exit, read_json
 from .sampler import Sampler
 
 LOCK_PATIENCE = 30.0
 LEFTOVER_GRACE = 5.0
 TICK = 0.1
-_ORDER = {"starting": 0, "compiling": 1, "training": 2}
 
 
 class Runner:
@@ -37,10 +37,11 @@ class Runner:
         self.run = run
         self.launch: Dict[str, Any] = {}
         self.echo = Echo(run.console)
-        self.metrics = Follower(run.file("metrics.jsonl"))
         self.sampler = Sampler(0.0)
         self.memory = MemoryGroup()
         self.records = Recorder(run, {}, self.echo.say)
+        self.progress = Progress(run, self.records, {})
+        self.company = Company({}, self.records)
         self.chronicle: Optional[Chronicle] = None
         self.trainer: Any = None  # Popen
         self.returncode: Optional[int] = None
@@ -108,32 +109,39 @@ class Runner:
         self.launch = launch or {}
         if launch is None:
             self.records.event("launch_unreadable", why=why)
+        self.progress = Progress(self.run, self.records, self.launch.get("health") or {})
+        self.company = Company(self.launch, self.records)
         self.sampler = Sampler(_number(self.launch.get("sample_seconds"), 5.0))
         return True
 
     def _secrets(self) -> Dict[str, str]:
         """Read and removed before anything could see them in the file."""
-        path = self.run.file("secrets.json")
-        secrets, _ = read_json(path)
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as e:
-            self.records.event("secrets_not_removed", why=e.strerror)
+        secrets, _ = read_json(self.run.file("secrets.json"))
+        for name in ("secrets.json", MEETING):
+            try:
+                os.unlink(self.run.file(name))
+            except FileNotFoundError:
+                pass
+            except OSError as e:
+                self.records.event("secrets_not_removed", why=e.strerror)
         return {str(k): str(v) for k, v in (secrets or {}).items()}
 
     def _start(self) -> bool:
         self.kills_before, self.kills_unknown = self.memory.oom_kills()
         self.machine_before = machine_oom_kills()
+        secrets = self._secrets()
+        self.company = Company(self.launch, self.records, secrets.pop(TOKEN, ""), self._wake_up)
         try:
-            self.trainer = spawn.trainer(self.launch, self.run, self._secrets())
+            self.trainer = spawn.trainer(self.launch, self.run, secrets)
         except (OSError, ValueError) as e:
             where = getattr(e, "filename", None)
             reason = "could not be started: %s%s" % (
                 getattr(e, "strerror", None) or e,
                 ": %s" % where if where else "",
             )
+            self.company.begin(None)
+            self.company.ended(False, reason)
+            self.company.settle()
             self._end("failed", no_exit(reason))
             return False
         found = processes.stat(self.trainer.pid)
@@ -145,8 +153,10 @@ class Runner:
         if self.launch.get("metrics") is False:
             self.records.phase("training")
         self.records.step(force=True)
+        self.company.begin(self.trainer.pid)
         about = self.launch.get("generation") or {}
         self.chronicle = Chronicle(os.path.dirname(os.path.dirname(self.run.real)), self.run.run, about)
+        self.progress.mark = self.chronicle.mark
         self._guard(self.chronicle.step)
         self.echo.say("%s started, pid %d" % (self.run.run, self.trainer.pid))
         return True
@@ -159,6 +169,7 @@ class Runner:
             self._tick()
             if self.returncode is None:
                 self._guard(self._look_for_stop)
+                self._guard(self._look_around)
         if self.stopping:
             self._say_leftovers(self._end_processes())
         while self.returncode is None:  # in an uninterruptible state: it goes when the kernel lets it
@@ -183,6 +194,10 @@ class Runner:
         self.records.step()
         if self.chronicle is not None:
             self.chronicle.step()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._waker, b"!")
 
     def _sleep(self, seconds: float) -> None:
         select.select([self._wake], [], [], seconds)
@@ -219,41 +234,7 @@ class Runner:
             self.records.event("pane_lost")
 
     def _progress(self) -> None:
-        if not self.metrics.step():
-            return
-        summary = self.metrics.summary
-        rate = summary.tokens_per_second()
-        fields: Dict[str, Any] = {"tokens_per_second": None if rate is None else round(rate, 1)}
-        if summary.step is not None and summary.step != self.records.state.get("step"):
-            fields.update(step=summary.step, step_at=time.time())
-        if summary.eval is not None:
-            fields["eval"] = summary.eval
-        self.records.set(**fields)
-        phase = "training" if summary.step is not None else summary.phase
-        if not self.stopping and phase in _ORDER and _ORDER[phase] > _ORDER.get(self.records.state["phase"], 9):
-            self.records.phase(phase)
-        self._health(summary.step, rate)
-
-    def _health(self, step: Optional[int], rate: Optional[float]) -> None:
-        mark = self.launch.get("health") or {}
-        wanted_step, wanted_rate = mark.get("step"), mark.get("tokens_per_second")
-        before = self.records.state.get("health")
-        if (before and before.get("fast_enough") is not False) or (wanted_step is None and wanted_rate is None):
-            return
-        if wanted_step is not None and (step is None or step < wanted_step):
-            return
-        if wanted_rate is not None and rate is None:
-            return
-        fast = None if wanted_rate is None or rate is None else rate >= wanted_rate
-        if (wanted_step is None or before) and not fast:
-            return
-        reached = {"at": time.time(), "step": step, "tokens_per_second": rate, "fast_enough": fast}
-        self.records.set(health=reached)
-        self.records.event("health_mark", **{k: v for k, v in reached.items() if k != "at"})
-        self.records.urgent()
-        if fast is not False and self.chronicle is not None:
-            at = "" if fast is None else " at %.0f tokens/s" % (rate or 0.0)
-            self.chronicle.mark("good", "reached step %s%s" % (step, at))
+        self.progress.step(self.stopping)
 
     def _sample(self) -> None:
         line = self.sampler.step()
@@ -287,12 +268,23 @@ class Runner:
                 self.records.set(stop=asked)
                 self._deadline = min(self._deadline, deadline)
             return
-        self.stopping, self._deadline = True, deadline
         if asked is not None:
             self.records.set(stop=asked)
-        self.records.event("stopping", by=(asked or {}).get("by"), grace=grace)
+        self._stop("stopping, %g s of grace" % grace, grace)
+        self.company.stopping(asked, grace)
+
+    def _look_around(self) -> None:
+        """Where a rank here, or another place of the run, has ended: this place ends too."""
+        grace = self.company.grace()
+        if grace is not None and not self.stopping:
+            self.records.set(stop=self.company.request())
+            self._stop("stopping: %s" % self.company.why, grace)
+
+    def _stop(self, why: str, grace: float) -> None:
+        self.stopping, self._deadline = True, time.monotonic() + grace
+        self.records.event("stopping", by=(self.records.state.get("stop") or {}).get("by"), grace=grace)
         self.records.urgent()
-        self.echo.say("stopping, %g s of grace" % grace)
+        self.echo.say(why)
 
     def _find(self) -> List[processes.Stat]:
         spare = self.sampler.pids() + [int(pid) for pid in (self.records.state.get("stop") or {}).get("spare") or []]
@@ -328,6 +320,8 @@ class Runner:
 
     def _finish(self) -> int:
         record = self._exit_record()
+        if not self.stopping:
+            self._guard(lambda: self.company.ended(self.returncode == 0, record["reason"], record["signal"]))
         # at once: should this process end while it ends leftovers, how the trainer ended is known
         self.records.set(exit=record)
         self.records.step(force=True)
@@ -339,14 +333,14 @@ class Runner:
             self._say_leftovers(left)
         self._guard(self._reap)
         self._guard(self._progress)
-        if self.stopping and self.records.state.get("stop"):
-            phase = "stopped"
-        elif self.stopping:
-            phase = "failed"
+        self._guard(self.company.settle)
+        if self.returncode == 0 and not self.stopping:
+            return self._end("finished", record)
+        if self.company.why is not None:
+            record["reason"] += "; %s" % self.company.why
+        elif self.stopping and not self.records.state.get("stop"):
             record["reason"] += "; the runner was told to end without a request to stop, as when a machine shuts down"
-        else:
-            phase = "finished" if self.returncode == 0 else "failed"
-        return self._end(phase, record)
+        return self._end("stopped" if self.stopping and self.records.state.get("stop") else "failed", record)
 
     def _exit_record(self) -> Dict[str, Any]:
         after, unknown = self.memory.oom_kills()

@@ -18,6 +18,7 @@ from .rundir import (
     ACTIVE,
     BEFORE,
     ENDED,
+    MEETING,
     RUN_ID,
     RunDir,
     State,
@@ -25,8 +26,10 @@ from .rundir import (
     fsync_dir,
     list_runs,
     locked,
+    read_json,
     runs_dir,
     write_file,
+    write_json,
 )
 
 CLAIM_PATIENCE = 10.0
@@ -34,16 +37,19 @@ START_PATIENCE = 15.0
 PANE_KEPT = 24 * 3600.0  # seconds
 _HALF = ".claim-"
 # what the launcher may not hand over, since others write it
-_OURS = {"state.json", "secrets.json", "stop.json", "lock", "console.log"}
+_OURS = {"state.json", MEETING, "secrets.json", "stop.json", "lock", "console.log"}
 _OURS |= {"metrics.jsonl", "gpu.jsonl", "events.jsonl", "runner.log"}
 
 
 def claim(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
-    """`{recipe, digest, user, workstation, place, new}` -> `{"run", "how", "state"}`.
+    """`{recipe, digest, user, workstation, place, new, places, meeting, run}` -> `{"run", "how", "state", "meeting"}`.
 
     how: "new" (made, and locked by this server), "continue" (an earlier launch that broke off, locked by
     this server), "busy" (being launched by `state.launcher`), "running" (its runner lives). The same launch
     is the newest active run of the same digest and user.
+
+    A run over several `places` is claimed at the first of them with its `meeting`, which is kept here and given again
+    when the launch is continued; at the others it is claimed as `run`, the id that it has at the first.
     """
     recipe = _text(args, "recipe")
     _text(args, "digest")
@@ -58,19 +64,23 @@ def claim(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     }
     try:
         with locked(os.path.join(runs_dir(call.root), ".claim.lock"), CLAIM_PATIENCE):
-            if not args.get("new"):
+            found = None
+            if args.get("run") is not None or not args.get("new"):
                 found = _same_launch(call, args, launcher)
-                if found is not None:
-                    return found
-            _close_old_panes(call.root)
-            return _new_run(call, args, recipe, launcher)
+            if found is None:
+                _close_old_panes(call.root)
+                found = _new_run(call, args, recipe, launcher)
+            return {**found, "meeting": read_json(RunDir.of(call.root, found["run"]).file(MEETING))[0]}
     except TimeoutError:
         raise OpError("failed", "another launch here has held up the claim for %g s" % CLAIM_PATIENCE) from None
 
 
 def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     snapshot = once()
+    wanted = args.get("run")
     for run in list_runs(call.root):
+        if wanted not in (None, run.run):
+            continue
         state, _ = run.state()
         if state is None or (state.get("digest"), state.get("user")) != (
             args.get("digest"),
@@ -104,6 +114,8 @@ def _same_launch(call: Any, args: Dict[str, Any], launcher: Dict[str, Any]) -> O
         state["launcher"] = launcher
         run.write_state(state)
         return {"run": run.run, "how": "continue", "state": state}
+    if wanted is not None and os.path.lexists(RunDir.of(call.root, wanted).path):
+        raise OpError("refused", "%s has ended here already: stop it, then launch again" % wanted)
     return None
 
 
@@ -120,13 +132,17 @@ def _close_old_panes(root: str) -> None:
 
 def _new_run(call: Any, args: Dict[str, Any], recipe: str, launcher: Dict[str, Any]) -> Dict[str, Any]:
     """Made beside and renamed, so that a claim that is cut off leaves no half of a run; under the claim lock."""
-    run = _free_name(call.root, "%s-%s" % (recipe, time.strftime("%Y%m%d-%H%M%S")))
+    if args.get("run") is None:
+        run = _free_name(call.root, "%s-%s" % (recipe, time.strftime("%Y%m%d-%H%M%S")))
+    else:
+        run = RunDir.of(call.root, args["run"])
+        tmux.reserve(run.run)
     for name in os.listdir(runs_dir(call.root)):
         if name.startswith(_HALF):  # of a claim that was cut off: this one holds the lock
             shutil.rmtree(os.path.join(runs_dir(call.root), name), ignore_errors=True)
     half = RunDir(os.path.join(runs_dir(call.root), _HALF + run.run))
     state: State = {"version": 1, "run": run.run, "recipe": recipe, "phase": "preparing"}
-    state.update({key: args.get(key) for key in ("digest", "user", "workstation", "place")})
+    state.update({key: args.get(key) for key in ("digest", "user", "workstation", "place", "places")})
     state.update(created=time.time(), launcher=launcher)
     for key in ("environment", "code", "runner", "trainer", "started", "heartbeat", "step", "step_at"):
         state[key] = None
@@ -137,6 +153,8 @@ def _new_run(call: Any, args: Dict[str, Any], recipe: str, launcher: Dict[str, A
         fd = half.try_lock()
         assert fd is not None
         half.write_state(state)
+        if args.get("meeting"):
+            write_json(half.file(MEETING), args["meeting"])
         os.rename(half.path, run.path)
         fsync_dir(runs_dir(call.root))
     except OSError:

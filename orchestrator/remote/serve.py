@@ -28,6 +28,7 @@ from . import (
     frames,
     generations,
     probe,
+    reach,
     runs,
     torch_probe,
 )
@@ -224,8 +225,8 @@ def sentence(error: BaseException, op: str, root: str) -> str:
 def tables() -> Dict[str, Op]:
     """Every operation that this program has."""
     ops: Dict[str, Op] = {}
-    modules = (codetree, environment, environment_gc, evidence, facts, files, generations, probe, runs, torch_probe)
-    for module in modules:
+    modules = (codetree, environment, environment_gc, evidence, facts, files, generations, probe, reach, runs)
+    for module in (*modules, torch_probe):
         for name, op in module.OPS.items():
             if name in ops:
                 raise RuntimeError("two operations are called %r" % name)
