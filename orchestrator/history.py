@@ -12,15 +12,16 @@ import sqlite3
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 _SCHEMA = """
-create table if not exists runs (
+create table if not exists runs_at_places (
     run text not null,
     place text not null,
     recipe text not null,
     created real not null,
+    number integer not null,
     primary key (run, place)
 )
 """
@@ -28,12 +29,13 @@ create table if not exists runs (
 
 @dataclass(frozen=True)
 class Entry:
-    """One run at one place; `created` is Unix time on the place's clock."""
+    """One run at one place; `created` is Unix time on the place's clock, `number` which of the run's places it is."""
 
     run: str
     place: str
     recipe: str
     created: float
+    number: int = 0
 
 
 def state_directory() -> Path:
@@ -101,8 +103,8 @@ def remember(entries: list[Entry]) -> None:
     try:
         with _database() as database:
             database.executemany(
-                "insert or replace into runs values (?, ?, ?, ?)",
-                [(entry.run, entry.place, entry.recipe, entry.created) for entry in entries],
+                "insert or replace into runs_at_places values (?, ?, ?, ?, ?)",
+                [astuple(entry) for entry in entries],
             )
     except (OSError, sqlite3.Error) as error:
         _warn(str(error))
@@ -114,7 +116,7 @@ def forget_all_but(place: str, runs: Collection[str]) -> None:
     if gone:
         try:
             with _database() as database:
-                database.executemany("delete from runs where run = ? and place = ?", gone)
+                database.executemany("delete from runs_at_places where run = ? and place = ?", gone)
         except (OSError, sqlite3.Error) as error:
             _warn(str(error))
 
@@ -124,8 +126,7 @@ def known(place: str | None = None) -> list[Entry]:
     try:
         with _database() as database:
             rows = database.execute(
-                "select run, place, recipe, created from runs where ?1 is null or place = ?1 "
-                "order by created desc, run desc",
+                "select * from runs_at_places where ?1 is null or place = ?1 order by created desc, run desc",
                 (place,),
             ).fetchall()
     except (OSError, sqlite3.Error) as error:
@@ -136,14 +137,13 @@ def known(place: str | None = None) -> list[Entry]:
 
 def matching(reference: str | None, entries: list[Entry]) -> list[Entry]:
     """What `reference` can mean, the newest first: a run's id; else the latest run of the recipe of that
-    name; else the runs whose id begins so. None means the latest of all."""
+    name; else the runs whose id begins so. None means the latest of all. A run over several places is there once for
+    each."""
     ordered = sorted(entries, key=lambda entry: (entry.created, entry.run), reverse=True)
-    if reference is None:
-        return ordered[:1]
     exact = [entry for entry in ordered if entry.run == reference]
     if exact:
         return exact
-    of_recipe = [entry for entry in ordered if entry.recipe == reference]
-    if of_recipe:
-        return of_recipe[:1]
+    latest = ordered if reference is None else [entry for entry in ordered if entry.recipe == reference]
+    if latest or reference is None:
+        return [entry for entry in latest if entry.run == latest[0].run]
     return [entry for entry in ordered if entry.run.startswith(reference)]

@@ -30,6 +30,7 @@ from orchestrator.environment.build import BuiltEnvironment, ensure, existing
 from orchestrator.errors import OrchError, Refused, UsageError
 from orchestrator.place.session import Session, open_session
 from orchestrator.provenance import provenance
+from orchestrator.remote.company import TOKEN
 from orchestrator.snapshot import Snapshot, snapshot_bundled
 from orchestrator.user import user_name, who
 
@@ -51,9 +52,21 @@ class Report(Protocol):
     def end(self, step: str, what: str) -> None: ...
 
 
+@dataclass(frozen=True)
+class Member:
+    """One of a run's several places: its number among them, and what is known of all, in their order."""
+
+    number: int
+    places: tuple[str, ...]
+    addresses: tuple[str, ...]  # at which the others reach each
+    interface: str | None  # of this place; None until the place has told
+    ranks: tuple[int, ...] = ()  # of each place, where the recipe says
+
+
 @dataclass
 class Launch:
-    """One launch on its way. The first seven fields are what is asked for, the rest what the steps found."""
+    """One launch at one place on its way. The first eight fields are what is asked for, the rest what the steps
+    found. Of a run over several places each place has its own (see `several`)."""
 
     project: Project
     recipe: Recipe
@@ -62,6 +75,7 @@ class Launch:
     new: bool = False
     latest: bool = False  # lift a pin
     why: str = ""  # for the record
+    member: Member | None = None  # which of several places this is
     spec: EnvironmentSpec | None = None
     problem: OrchError | None = None  # why the working tree's environment cannot be used
     pin: generations.Pinned | None = None
@@ -72,6 +86,7 @@ class Launch:
     how: str = ""  # new | continue | running
     state: Mapping[str, Any] = field(default_factory=dict)
     environment: BuiltEnvironment | None = None
+    meeting: Mapping[str, Any] | None = None  # ports and token, by which the runners of several places find each other
 
     @property
     def connected(self) -> Session:
@@ -129,20 +144,24 @@ def generation(launch: Launch) -> str:
 
 def claim(launch: Launch) -> str:
     """Which run this launch is: a new one, or the same launch that was interrupted or still runs."""
-    user = user_name()
+    member = launch.member
     reply = launch.connected.call(
         "claim",
         {
             "recipe": launch.recipe.name,
             "digest": recipe_digest(launch.recipe, launch.place),
-            "user": user,
+            "user": user_name(),
             "workstation": platform.node(),
             "place": launch.place.name,
             "new": launch.new,
+            **({} if member is None else {"places": list(member.places)}),
+            **({} if member is None or member.number > 0 else {"meeting": launch.meeting}),
+            **({"run": launch.run} if launch.run else {}),
         },
     )
     launch.run, launch.how = str(reply.data["run"]), str(reply.data["how"])
     launch.state = reply.data["state"]
+    launch.meeting = reply.data.get("meeting") or launch.meeting
     if launch.how == "busy":
         holder = launch.state.get("launcher") or {}
         raise Refused(
@@ -214,7 +233,10 @@ def start(launch: Launch) -> str:
             indent=1,
         ),
     }
-    payload = json.dumps(dict(launch.secrets)).encode() if launch.secrets else b""
+    private = dict(launch.secrets)
+    if launch.meeting is not None:
+        private[TOKEN] = str(launch.meeting["token"])
+    payload = json.dumps(private).encode() if private else b""
     if launch.latest:
         generations.lift_pin(session, launch.recipe.name)
     reply = session.call(
@@ -277,11 +299,33 @@ def snapshot_arguments(snapshot: Snapshot) -> dict[str, Any]:
 def paths(launch: Launch) -> dict[str, str]:
     """The words that a recipe may use for what is only known at launch, such as `{run_dir}`."""
     assert launch.environment is not None and launch.snapshot is not None
+    variables = network(launch)
     return {
         "python": launch.environment.python,
         "code": f"{launch.connected.root}/{launch.snapshot.path}",
         "run_dir": launch.run_directory,
         "settings": f"{launch.run_directory}/trainer.yaml",
+        "nodes": variables["ORCH_NODES"],
+        "node_rank": variables["ORCH_NODE_RANK"],
+        "rendezvous": variables["ORCH_RENDEZVOUS"],
+    }
+
+
+def network(launch: Launch) -> dict[str, str]:
+    """The variables by which a program finds its share of the run, and the others."""
+    member, meeting = launch.member, launch.meeting
+    if member is None or meeting is None:
+        # what torchrun takes for a rendezvous of its own
+        alone = {"ORCH_NODES": "1", "ORCH_NODE_RANK": "0", "ORCH_RENDEZVOUS": "localhost:0"}
+        return {"ORCH_PLACE": launch.place.name, **alone}
+    return {
+        "ORCH_PLACE": launch.place.name,
+        "ORCH_NODES": str(len(member.places)),
+        "ORCH_NODE_RANK": str(member.number),
+        "ORCH_RENDEZVOUS": f"{member.addresses[0]}:{meeting['rendezvous']}",
+        **({"ORCH_RANKS": ",".join(map(str, member.ranks))} if member.ranks else {}),
+        "GLOO_SOCKET_IFNAME": str(member.interface),
+        "NCCL_SOCKET_IFNAME": f"={member.interface}",  # that one, and not all whose names begin so
     }
 
 
@@ -298,13 +342,28 @@ def start_record(launch: Launch) -> dict[str, Any]:
             "PYTHONDONTWRITEBYTECODE": "1",  # the code snapshot is never written to
             "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
             "TRITON_CACHE_DIR": f"{cache}/triton",
+            **network(launch),
             **launch.recipe.env,
         },
+        "place": launch.place.name,
+        "peers": peers(launch),
         "metrics": launch.recipe.metrics,
         "stop_grace": launch.recipe.stop_grace,
         "sample_seconds": launch.recipe.sample_seconds,
         "health": launch.recipe.health.model_dump(),
         "generation": generation_record(launch),
+    }
+
+
+def peers(launch: Launch) -> dict[str, Any] | None:
+    """Where the runner finds those of the other places; their token travels with the secrets."""
+    if launch.member is None or launch.meeting is None:
+        return None
+    return {
+        "place": launch.place.name,
+        "places": list(launch.member.places),
+        "address": launch.member.addresses[0],
+        "port": launch.meeting["runners"],
     }
 
 
@@ -332,6 +391,7 @@ def _remember(launch: Launch) -> None:
                 place=launch.place.name,
                 recipe=launch.recipe.name,
                 created=float(launch.state.get("created") or 0.0),
+                number=0 if launch.member is None else launch.member.number,
             )
         ]
     )

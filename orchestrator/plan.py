@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from orchestrator.environment.build import plan as plan_environment
 from orchestrator.generations import Pinned
 from orchestrator.launch import STEPS, Launch
 from orchestrator.run import BEFORE_TRAINING
+from orchestrator.several import in_one_line, reach, together
 from orchestrator.user import user_name
 
 
@@ -40,6 +41,21 @@ class LaunchPlan:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "bytes": self.bytes}
+
+
+def plan(all_: Sequence[Launch]) -> LaunchPlan:
+    """Of a launch at one place, or at several, which are asked at once; these are connected with each other too."""
+    plans = together(plan_launch, all_)
+    if len(all_) == 1:
+        return plans[0]
+    steps = [_merged(all_, of) for of in zip(*(plan.steps for plan in plans), strict=True)]
+    steps.insert(3, PlannedStep("reach", reach(all_)))
+    requests = ("listen for the other places, connect to each of them, and end that", *plans[0].requests)
+    return LaunchPlan(plans[0].recipe, ", ".join(plan.place for plan in plans), tuple(steps), requests)
+
+
+def _merged(all_: Sequence[Launch], steps: Sequence[PlannedStep]) -> PlannedStep:
+    return PlannedStep(steps[0].name, in_one_line(all_, [one.what for one in steps]), sum(one.bytes for one in steps))
 
 
 def plan_launch(launch: Launch) -> LaunchPlan:

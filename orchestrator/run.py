@@ -63,6 +63,21 @@ class RunStatus:
         return self.phase in ENDED
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """All places of the run, by the names that its launcher had for them; empty where it has one."""
+        return tuple(map(str, self.state.get("places") or ()))
+
+    @property
+    def first(self) -> Mapping[str, Any] | None:
+        """The end that came first of all its ranks and places, where one did: `place`, `kind`, `rank`, `said`."""
+        return _mapping(self.state.get("first"))
+
+    @property
+    def followed(self) -> bool:
+        """Whether it ended because another of its places did."""
+        return self.first is not None and self.first.get("place") != self.state.get("place")
+
+    @property
     def seconds(self) -> float:
         """Age of the run, or how long it took."""
         return max(0.0, (self.ended or self.now) - self.created)
@@ -88,6 +103,8 @@ class RunStatus:
             "evaluation": self.evaluation,
             "result": self.result,
             "exit": self.exit,
+            "places": list(self.places) or None,
+            "first": self.first,
             "environment": self.state.get("environment"),
             "code": self.state.get("code"),
             "log_size": self.log_size,

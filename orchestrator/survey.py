@@ -110,7 +110,7 @@ def _report(place: Place, runs: str | Sequence[str], tail_lines: int, screen: bo
             broken.close()
         return PlaceReport(place.name, None, (), (), None, error)
     found = from_probe(reply.data, reply.payload, place.name)
-    history.remember([_entry(run) for run in found if run.state])
+    _remember(found)
     more = int(reply.data.get("more") or 0)
     if runs == "all" and not more:
         history.forget_all_but(place.name, {run.run for run in found})
@@ -136,13 +136,19 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
     return Gpu(**values, error=plain(error) or None)
 
 
-def _entry(run: RunStatus) -> history.Entry:
-    return history.Entry(run=run.run, place=run.place, recipe=run.recipe, created=run.created)
+def _remember(runs: Iterable[RunStatus]) -> None:
+    """Also at the other places that a run names."""
+    history.remember([entry for run in runs if run.state for entry in _entries(run)])
 
 
-def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None = None) -> tuple[Place, str]:
+def _entries(run: RunStatus) -> list[history.Entry]:
+    places = run.places if run.place in run.places else (run.place,)
+    return [history.Entry(run.run, place, run.recipe, run.created, number) for number, place in enumerate(places)]
+
+
+def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None = None) -> tuple[list[Place], str]:
     """Where the run is that `reference` means (see `history.matching`): by the index, else by asking
-    every place.
+    every place. The places are all of a run's, in its order, or the one that is named.
 
     Raises:
         NotFound: no place knows it, or it can mean several runs.
@@ -155,14 +161,16 @@ def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None
         with ThreadPoolExecutor(max_workers=min(16, len(asked) or 1)) as pool:
             lists = list(pool.map(_listed, asked))
         unreached = [one.name for one, listed in zip(asked, lists, strict=True) if listed is None]
-        entries = [entry for listed in lists for entry in listed or ()]
+        entries = [entry for listed in lists for entry in listed or () if is_place(hosts, entry.place)]
+        entries = [entry for entry in entries if place in (None, entry.place)]
         found = history.matching(reference, entries)
     if len({entry.run for entry in found}) > 1:
         names = ", ".join(entry.run for entry in found[:5])
         raise NotFound(f'"{reference}" can mean {len(found)} runs: {names}', hint="orch status")
     if not found:
         raise NotFound(_unknown(reference, entries, unreached), hint="orch status")
-    return resolve_place(hosts, found[0].place), found[0].run
+    ordered = {entry.place: None for entry in sorted(found, key=lambda entry: entry.number)}
+    return [resolve_place(hosts, name) for name in ordered], found[0].run
 
 
 def _listed(place: Place) -> list[history.Entry] | None:
@@ -173,8 +181,8 @@ def _listed(place: Place) -> list[history.Entry] | None:
     except OrchError:
         return None
     found = from_probe({"time": 0.0, **reply.data}, b"", place.name)
-    history.remember([_entry(run) for run in found if run.state])
-    return [_entry(run) for run in found]
+    _remember(found)
+    return [entry for run in found for entry in _entries(run)]
 
 
 def is_place(hosts: Mapping[str, Host], place: str) -> bool:

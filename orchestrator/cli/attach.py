@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from orchestrator.cli.context import meant_run
+from orchestrator.cli.context import meant_run, one_place
 from orchestrator.config import Place
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.place.container import wrap
@@ -29,7 +29,8 @@ def attach_command(run: str | None, place: str | None, *, explain: bool) -> None
         UsageError: this is not a terminal.
         OrchError: OpenSSH's client is missing here.
     """
-    found, run = meant_run(run, place)
+    places, run = meant_run(run, place)
+    found = one_place(places, run, "the session")
     argv = attach_argv(found, run)
     if explain:
         print(shlex.join(argv))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from orchestrator.config import Host, Place, Project, find_project, load_hosts
 from orchestrator.survey import find_run
 
@@ -12,11 +14,19 @@ def project_and_hosts() -> tuple[Project, dict[str, Host]]:
     return project, load_hosts(project)
 
 
-def meant_run(reference: str | None, place: str | None) -> tuple[Place, str]:
-    """The run that the user means.
+def meant_run(reference: str | None, place: str | None) -> tuple[list[Place], str]:
+    """The run that the user means, with all its places in its order, or the one that is named.
 
     Raises:
         NotFound: there is none.
     """
     _, hosts = project_and_hosts()
     return find_run(hosts, reference, place)
+
+
+def one_place(places: list[Place], run: str, what: str) -> Place:
+    """The first of a run's places, and a word on stderr where there are others."""
+    if len(places) > 1:
+        others = " or ".join(f"--place {place.name}" for place in places[1:])
+        print(f"orch: {what} of {run} at {places[0].name}; there is more: {others}", file=sys.stderr)
+    return places[0]

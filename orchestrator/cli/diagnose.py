@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.cli.context import project_and_hosts
@@ -13,6 +15,7 @@ from orchestrator.diagnosis.model import Verdict
 from orchestrator.diagnosis.rules import diagnose
 from orchestrator.errors import OrchError, Unreachable, UsageError
 from orchestrator.explain import explanation
+from orchestrator.together import at_once, joined
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,12 +51,42 @@ def diagnose_command(
     from orchestrator.survey import find_run
 
     _, hosts = project_and_hosts()
-    found, run = find_run(hosts, run, place)
+    places, run = find_run(hosts, run, place)
     if explain:
-        print("\n".join(explanation(found, [f"evidence of {run}: its log is scanned there, once"])))
+        asked = [f"evidence of {run}: its log is scanned there, once"]
+        print("\n".join(explanation(one, asked) for one in places))
         return
-    facts, verdict = collect.diagnose_at(found, run, stacks=stacks)
+    facts, verdict = _leading(places, run, stacks=stacks)
     _show(verdict, facts, json, stacks=stacks)
+
+
+def _leading(
+    places: Sequence[Place], run: str, *, session: Session | None = None, stacks: bool = False
+) -> tuple[Facts, Verdict]:
+    """The diagnosis of a run: of several places that one's whose end was the first, with a word on the others.
+    `session` is one that is open at the first of them.
+
+    Raises:
+        OrchError: nothing is known of any.
+    """
+
+    def look(place: Place) -> tuple[Facts, Verdict]:
+        there = session if place is places[0] else None
+        try:
+            return collect.diagnose_at(place, run, session=there, stacks=stacks)
+        except Unreachable:
+            if there is None:
+                raise
+            return collect.diagnose_at(place, run, stacks=stacks)
+
+    done, errors = at_once(look, places)
+    if not done:
+        raise joined(errors)
+    found = sorted((what for _, what in done), key=lambda one: (one[0].followed, not one[1].bad))
+    facts, verdict = found[0]
+    notes = [f"at {other.place}: {of.title}" for other, of in found[1:]]
+    notes += [f"not known: {error.message}" for error in errors]
+    return facts, replace(verdict, notes=(*verdict.notes, *notes))
 
 
 def _show(verdict: Verdict, facts: Facts, json: bool, stacks: bool = False) -> None:
@@ -75,19 +108,14 @@ def _show(verdict: Verdict, facts: Facts, json: bool, stacks: bool = False) -> N
 
 
 def show_bad_end(
-    out: Console, place: Place, run: str, phase: str, session: Session | None, *, brief: bool = False
+    out: Console, places: Sequence[Place], run: str, phase: str, session: Session | None, *, brief: bool = False
 ) -> None:
     """After a run that was followed: what went wrong, if anything did. A diagnosis that fails is one sentence, and
     changes nothing of what the command says otherwise."""
     if phase not in collect.BAD_ENDS:
         return
     try:
-        try:
-            facts, verdict = collect.diagnose_at(place, run, session=session)
-        except Unreachable:
-            if session is None:
-                raise
-            facts, verdict = collect.diagnose_at(place, run)
+        facts, verdict = _leading(places, run, session=session)
     except OrchError as error:
         out.print(f"not diagnosed: {error.message}", soft_wrap=True)
         return

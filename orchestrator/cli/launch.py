@@ -8,16 +8,20 @@ import typer
 
 from orchestrator.cli.context import project_and_hosts
 from orchestrator.cli.output import console, print_json
-from orchestrator.config import load_recipe, resolve_place
-from orchestrator.errors import UsageError
+from orchestrator.config import load_recipe
+from orchestrator.errors import Unreachable, UsageError
 from orchestrator.explain import explanation
-from orchestrator.launch import Launch, carry_out
+from orchestrator.launch import Launch
 from orchestrator.run import BEFORE_TRAINING, RunStatus
-from orchestrator.watch import Interrupted, follow
+from orchestrator.several import carry_out, launches
+from orchestrator.watch import Interrupted, Observed, follow
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from orchestrator.plan import LaunchPlan
+
+_LAST_ENDS = 30.0  # seconds
 
 _LOG_KEPT = 256 * 1024  # bytes, for the last lines
 
@@ -43,22 +47,34 @@ def _asked(
     new: bool = False,
     latest: bool = False,
     why: str = "",
-) -> Launch:
+) -> list[Launch]:
+    """A launch for each of the recipe's places."""
     project, hosts = project_and_hosts()
     loaded = load_recipe(project, recipe, place_override=place, overrides=overrides)
-    found = resolve_place(hosts, loaded.place, project)
-    return Launch(project=project, recipe=loaded, place=found, report=report, new=new, latest=latest, why=why)
+    return launches(project, hosts, loaded, report, new=new, latest=latest, why=why)
+
+
+def _planned(asked: list[Launch]) -> LaunchPlan:
+    from orchestrator.plan import plan
+
+    try:
+        return plan(asked)
+    finally:
+        _close(asked)
+
+
+def _close(asked: list[Launch]) -> None:
+    for launch in asked:
+        launch.close()
+
+
+def _names(asked: list[Launch]) -> str:
+    return ", ".join(launch.place.name for launch in asked)
 
 
 def plan_command(recipe: str, place: str | None, overrides: list[str], *, json: bool, new: bool = False) -> None:
     """Print what a launch would do."""
-    from orchestrator.plan import plan_launch
-
-    launch = _asked(recipe, place, overrides, _Silent(), new=new)
-    try:
-        plan = plan_launch(launch)
-    finally:
-        launch.close()
+    plan = _planned(_asked(recipe, place, overrides, _Silent(), new=new))
     if json:
         print_json(plan.to_json())
         return
@@ -93,28 +109,31 @@ def launch_command(
 
     out = console()
     with LaunchDisplay(out) as display:
-        launch = _asked(recipe, place, overrides, _Silent() if json else display, new=new, latest=latest, why=why)
+        report = _Silent() if json else display
+        asked = _asked(recipe, place, overrides, report, new=new, latest=latest, why=why)
+        launch, names = asked[0], _names(asked)
         try:
             if not json:
-                out.print(f"launching {launch.recipe.name} at {launch.place.name}", soft_wrap=True)
-            carry_out(launch)
+                out.print(f"launching {launch.recipe.name} at {names}", soft_wrap=True)
+            carry_out(asked, report)
         except BaseException as error:
-            launch.close()
+            _close(asked)
             if isinstance(error, KeyboardInterrupt) and not json:
                 out.print("interrupted; the same command goes on from here", soft_wrap=True)
             raise
     try:
         if json:
             phase = str(launch.state.get("phase"))
-            print_json({"run": launch.run, "place": launch.place.name, "how": launch.how, "phase": phase})
+            places = {"places": [one.place.name for one in asked]} if len(asked) > 1 else {}
+            print_json({"run": launch.run, "place": launch.place.name, **places, "how": launch.how, "phase": phase})
         elif launch.how == "running" and launch.state.get("phase") not in BEFORE_TRAINING:
             _say(out, f"{launch.run} is training already, so nothing was started", launch.run)
         elif detach:
-            _say(out, f"{launch.run} runs at {launch.place.name}", launch.run)
+            _say(out, f"{launch.run} runs at {names}", launch.run)
         else:
-            raise typer.Exit(_follow(out, launch))
+            raise typer.Exit(_follow(out, asked))
     finally:
-        launch.close()
+        _close(asked)
 
 
 def _say(out: Console, what: str, run: str) -> None:
@@ -123,23 +142,22 @@ def _say(out: Console, what: str, run: str) -> None:
 
 
 def _explain(recipe: str, place: str | None, overrides: list[str], *, new: bool, latest: bool) -> None:
-    from orchestrator.plan import plan_launch
     from orchestrator.view.plan import print_plan
 
-    launch = _asked(recipe, place, overrides, _Silent(), new=new, latest=latest)
-    try:
-        plan = plan_launch(launch)
-    finally:
-        launch.close()
-    print(explanation(launch.place, plan.requests))
+    asked = _asked(recipe, place, overrides, _Silent(), new=new, latest=latest)
+    plan = _planned(asked)
+    for launch in asked:
+        print(explanation(launch.place, plan.requests))
     print_plan(console(), plan)
     print("To know this, facts were read over one connection. Nothing was started or changed.")
 
 
-def _follow(out: Console, launch: Launch) -> int:
+def _follow(out: Console, asked: list[Launch]) -> int:
+    """To the run's end: the first of several places is followed, where rank 0 is."""
     from orchestrator.cli.diagnose import show_bad_end
     from orchestrator.view.follow import FollowDisplay, summary
 
+    launch = asked[0]
     last: RunStatus | None = None
     tail = b""
     try:
@@ -152,13 +170,30 @@ def _follow(out: Console, launch: Launch) -> int:
                 tail = (tail + last.log)[-_LOG_KEPT:]
                 display.observed(last)
     except KeyboardInterrupt:
-        _say(out, f"left {launch.run}, which goes on at {launch.place.name}", launch.run)
+        _say(out, f"left {launch.run}, which goes on at {_names(asked)}", launch.run)
         return 130
     assert last is not None
     summary(out, last, tail)
-    show_bad_end(out, launch.place, launch.run, last.phase, launch.session)
+    phases = {last.phase, *_ended(out, asked[1:])}
+    bad = next((phase for phase in ("failed", "lost") if phase in phases), last.phase)
+    show_bad_end(out, [one.place for one in asked], launch.run, bad, launch.session)
     out.print(f"  orch logs {launch.run}", soft_wrap=True)
-    return 0 if last.phase == "finished" else 1
+    return 0 if phases == {"finished"} else 1
+
+
+def _ended(out: Console, others: list[Launch]) -> list[str]:
+    """How the run ended at its other places; their ends come within seconds of the first place's."""
+    phases = []
+    for launch in others:
+        try:
+            *_, end = follow(launch.place, launch.run, tail_lines=0, give_up_after=_LAST_ENDS)
+            phases.append(end.status.phase if isinstance(end, Observed) else "unknown")
+        except Unreachable as error:
+            out.print(f"at {launch.place.name}: unknown, {error.message}", soft_wrap=True)
+            phases.append("unknown")
+        else:
+            out.print(f"at {launch.place.name}: {phases[-1]}", soft_wrap=True)
+    return phases
 
 
 def _total_steps(settings: dict[str, Any]) -> int | None:

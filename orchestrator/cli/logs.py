@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from orchestrator import watch
-from orchestrator.cli.context import meant_run
+from orchestrator.cli.context import meant_run, one_place
 from orchestrator.cli.diagnose import show_bad_end
 from orchestrator.cli.output import error_console
 from orchestrator.config import Place
@@ -25,7 +25,8 @@ def logs_command(
     """
     if pane and (follow or tail is not None):
         raise UsageError("--pane shows the screen as tmux has it: it goes with neither --follow nor --tail")
-    found, run = meant_run(run, place)
+    places, run = meant_run(run, place)
+    found = one_place(places, run, "the log")
     if explain:
         how = (
             "pane with its history" if pane else f"log from {'its start' if tail is None else f'the last {tail} lines'}"
@@ -60,4 +61,4 @@ def _write(found: Place, run: str, tail: int | None, *, keep_on: bool) -> None:
         if not keep_on and status.log_next >= (status.log_size or 0):
             break
     if status is not None:
-        show_bad_end(error_console(), found, run, status.phase, None, brief=True)
+        show_bad_end(error_console(), [found], run, status.phase, None, brief=True)

@@ -29,8 +29,8 @@ def status_command(
     if run is not None and place is None and is_place(hosts, run):
         run, place = None, run
     if run is not None:
-        found, run = find_run(hosts, run, place)
-        places, selector = [found], [run]
+        places, run = find_run(hosts, run, place)
+        selector = [run]
     else:
         places = [resolve_place(hosts, place)] if place else all_places(hosts)
     if explain:
@@ -79,8 +79,9 @@ def _raise_for(reports: list[PlaceReport], run: str | None) -> None:
     failed = [report.error for report in reports if report.error is not None]
     if failed and len(failed) == len(reports):
         raise failed[0] if len(failed) == 1 else Unreachable("no place answered")
-    if run is not None and not any(item.run == run for item in reports[0].runs):
-        raise NotFound(f"there is no run {run} at {reports[0].place}", hint="orch status --all")
+    if run is not None and not failed and not any(item.run == run for report in reports for item in report.runs):
+        places = ", ".join(report.place for report in reports)
+        raise NotFound(f"there is no run {run} at {places}", hint="orch status --all")
 
 
 def _watch(places: list[Place], selector: str | list[str], tail: int) -> None:

@@ -197,6 +197,16 @@ class Place:
         return own or self.host.wheels or "auto"
 
     @property
+    def address(self) -> str | None:
+        """At which other places of a run reach this one, where hosts.yaml says."""
+        return self.host.address if self.container is None else self.container.address
+
+    @property
+    def interface(self) -> str | None:
+        """The network interface that has this address, where hosts.yaml says."""
+        return self.host.interface if self.container is None else self.container.interface
+
+    @property
     def protect(self) -> bool:
         """Whether environments are made immutable. By itself not on this very machine, where a folder of one's own
         should go away with `rm`."""

@@ -95,7 +95,11 @@ def bad_ends(
 ) -> Iterator[tuple[RunStatus, Facts | None, Verdict | None, str]]:
     """(run, facts, verdict, why there is none) of the runs that ended badly, over sessions that are open already."""
     diagnosed: dict[str, int] = {}
+    statuses = list(statuses)
+    leading = {(status.run, status.place) for status in statuses if status.phase in BAD_ENDS and not status.followed}
     for status in statuses:
+        if status.followed and (status.run, str((status.first or {}).get("place"))) in leading:
+            continue  # the other place's end says it all
         session = sessions.get(status.place)
         if status.phase not in BAD_ENDS or session is None or diagnosed.get(status.place, 0) >= _MOST:
             continue
@@ -143,6 +147,7 @@ def fill(text: str, facts: Facts, recipe: str = "") -> str:
         "place": facts.place or "PLACE",
         "host": host or "HOST",
         "container": container or "CONTAINER",
+        "first_place": str((facts.first or {}).get("place") or "PLACE"),
         "recipe": recipe or re.sub(r"-\d{8}-\d{6}(?:-\d+)?$", "", facts.run) or "RECIPE",
         "run_dir": facts.run_dir or "RUN_DIRECTORY",
         "root": facts.root or "/",

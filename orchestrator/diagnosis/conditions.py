@@ -155,6 +155,28 @@ def crash_signal(facts: Facts) -> Found | None:
     return Found(43, (_record(facts),), "medium") if _signal(facts) in (4, 6, 7, 8, 11) else None
 
 
+def rank_first(facts: Facts) -> Found | None:
+    """The runner saw a rank of this place end before everything else."""
+    if facts.first is None or facts.followed or not isinstance(facts.first.get("rank"), int):
+        return None
+    seen = Evidence("record", "runner", str(facts.first.get("said")), rank=facts.first["rank"])
+    return Found(57, (seen,), "high")
+
+
+def other_place_failed(facts: Facts) -> Found | None:
+    return _other_place(facts, "failed")
+
+
+def other_place_silent(facts: Facts) -> Found | None:
+    return _other_place(facts, "silent")
+
+
+def _other_place(facts: Facts, kind: str) -> Found | None:
+    if facts.first is None or not facts.followed or facts.first.get("kind") != kind:
+        return None
+    return Found(98, (Evidence("record", "runner", str(facts.first.get("said"))), _record(facts)), "high")
+
+
 def not_started(facts: Facts) -> Found | None:
     if facts.exit is None or not facts.exit.reason.startswith("could not be started"):
         return None

@@ -12,7 +12,10 @@ _ROOT = re.compile(r"Root Cause \(first observed failure\):.*?\n.*?rank\s*:\s*(\
 
 
 def rank_first(facts: Facts) -> int | None:
-    """The rank that failed first: by the error files' times, else as the summary at the log's end has it."""
+    """The rank that failed first: as the runner saw it, else by the error files' times, else as the summary at the
+    log's end has it."""
+    if facts.first is not None and not facts.followed and isinstance(facts.first.get("rank"), int):
+        return int(facts.first["rank"])
     error = _first_error(facts)
     if error is not None and error.rank is not None:
         return error.rank

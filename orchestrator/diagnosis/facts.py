@@ -198,6 +198,8 @@ class Facts:
     frozen: bool | None = None
     events: tuple[Mapping[str, Any], ...] = ()
     environment: Environment | None = None  # of a run that ended badly
+    first: Mapping[str, Any] | None = None  # the end that came first, of all ranks and places: place, kind, rank, said
+    followed: bool = False  # it was another place's
     run_dir: str | None = None
     root: str | None = None
 

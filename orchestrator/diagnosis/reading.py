@@ -116,6 +116,8 @@ def facts(
         frozen=answer.get("frozen"),
         events=tuple(answer.get("events") or ()),
         environment=_environment(answer.get("environment")),
+        first=state.get("first"),
+        followed=bool(state.get("first")) and state["first"].get("place") != state.get("place"),
         run_dir=answer.get("run_dir"),
         root=container.get("root"),
     )

@@ -137,7 +137,8 @@ def _details(run: RunStatus) -> list[RenderableType]:
     elif run.phase not in ENDED and run.step_at is not None:
         head.append(f", last step {duration(run.now - run.step_at)} ago")
     parts: list[RenderableType] = [head]
-    for note in (tmux_note(run), run.error and f"could not be read: {plain(run.error)}"):
+    first = run.first and f"first: {plain(str(run.first.get('said')))}"
+    for note in (tmux_note(run), first, run.error and f"could not be read: {plain(run.error)}"):
         if note:
             parts.append(Text(note, style="yellow"))
     tail = log_lines(run.log)

@@ -107,7 +107,32 @@ CAUSES = (
             "somebody), -11 a crash in native code, -6 an abort.",
             "With torchelastic's @record around main, its traceback is kept in an error file.",
         ),
+        structured=("rank_first",),
         precedence=30,
+    ),
+    Cause(
+        "other-place-failed",
+        "another place of the run failed first, and this one was ended with it",
+        "distributed",
+        (),
+        ("Nothing has to be wrong here: what this log ends with followed from it. The cause is at the place named.",),
+        "orch diagnose {run} --place {first_place}",
+        structured=("other_place_failed",),
+        precedence=98,
+    ),
+    Cause(
+        "other-place-silent",
+        "another place of the run was not heard of any more",
+        "distributed",
+        (),
+        (
+            "What became of it is unknown: its machine, its container, its runner or the network between them may be "
+            "gone. If only the network was, its own record says that it did not hear of the others.",
+        ),
+        "orch status {run} --place {first_place}",
+        retry=True,
+        structured=("other_place_silent",),
+        precedence=98,
     ),
     Cause(
         "peer-gone",
