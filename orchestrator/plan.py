@@ -50,12 +50,16 @@ def plan(all_: Sequence[Launch]) -> LaunchPlan:
         return plans[0]
     steps = [_merged(all_, of) for of in zip(*(plan.steps for plan in plans), strict=True)]
     steps.insert(3, PlannedStep("reach", reach(all_)))
-    requests = ("listen for the other places, connect to each of them, and end that", *plans[0].requests)
+    reaching = ("listen for the other places", "connect to each of them, on every port", "end the listening")
+    requests = (plans[0].requests[0], *reaching, *plans[0].requests[1:])
     return LaunchPlan(plans[0].recipe, ", ".join(plan.place for plan in plans), tuple(steps), requests)
 
 
 def _merged(all_: Sequence[Launch], steps: Sequence[PlannedStep]) -> PlannedStep:
-    return PlannedStep(steps[0].name, in_one_line(all_, [one.what for one in steps]), sum(one.bytes for one in steps))
+    told = [one.what for one in steps]
+    if steps[0].name in ("resolve", "claim"):
+        told = told[:1]  # which run it is the first place says
+    return PlannedStep(steps[0].name, in_one_line(all_, told), sum(one.bytes for one in steps))
 
 
 def plan_launch(launch: Launch) -> LaunchPlan:

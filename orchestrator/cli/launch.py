@@ -149,7 +149,8 @@ def _explain(recipe: str, place: str | None, overrides: list[str], *, new: bool,
     for launch in asked:
         print(explanation(launch.place, plan.requests))
     print_plan(console(), plan)
-    print("To know this, facts were read over one connection. Nothing was started or changed.")
+    each = " to each place" if len(asked) > 1 else ""
+    print(f"To know this, facts were read over one connection{each}. Nothing was started or changed.")
 
 
 def _follow(out: Console, asked: list[Launch]) -> int:
@@ -186,8 +187,13 @@ def _ended(out: Console, others: list[Launch]) -> list[str]:
     phases = []
     for launch in others:
         try:
-            *_, end = follow(launch.place, launch.run, tail_lines=0, give_up_after=_LAST_ENDS)
-            phases.append(end.status.phase if isinstance(end, Observed) else "unknown")
+            phase = ""
+            for event in follow(launch.place, launch.run, tail_lines=0, give_up_after=_LAST_ENDS):
+                if isinstance(event, Observed):
+                    if not phase and not event.status.has_ended:
+                        out.print(f"waiting for its end at {launch.place.name}", soft_wrap=True)
+                    phase = event.status.phase
+            phases.append(phase)
         except Unreachable as error:
             out.print(f"at {launch.place.name}: unknown, {error.message}", soft_wrap=True)
             phases.append("unknown")

@@ -55,10 +55,10 @@ def _show(reports: list[PlaceReport], sessions: Sessions, *, named: bool, all_: 
 
     runs = [] if all_ else [item for report in reports for item in report.runs]
     if json:
-        diagnosed = {status.run: verdict for status, _, verdict, _ in bad_ends(runs, sessions.open)}
+        diagnosed = {(status.run, status.place): verdict for status, _, verdict, _ in bad_ends(runs, sessions.open)}
         places = [report.to_json() for report in reports]
         for item in (item for place in places for item in place["runs"]):
-            verdict = diagnosed.get(item["run"])
+            verdict = diagnosed.get((item["run"], item["place"]))
             item["diagnosis"] = verdict.to_json() if verdict is not None else None
         print_json({"places": places})
         return
@@ -68,7 +68,8 @@ def _show(reports: list[PlaceReport], sessions: Sessions, *, named: bool, all_: 
     out = console()
     print_status(out, reports, details=named)
     for status, facts, found, why in bad_ends(runs, sessions.open):
-        out.print(f"\n{status.run} {status.phase}", soft_wrap=True)
+        at = f" at {status.place}:" if status.places else ""
+        out.print(f"\n{status.run}{at} {status.phase}", soft_wrap=True)
         if facts is None or found is None:
             out.print(f"not diagnosed: {why}", soft_wrap=True)
         else:

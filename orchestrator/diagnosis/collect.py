@@ -143,7 +143,8 @@ def fill(text: str, facts: Facts, recipe: str = "") -> str:
     """A command of the catalogue with this run's names in it; a part that is not known stays a word in capitals."""
     host, _, container = facts.place.partition("/")
     names: Mapping[str, str] = {
-        "run": facts.run or "RUN",
+        "run": f"{facts.run or 'RUN'} --place {facts.place}" if facts.apart else facts.run or "RUN",
+        "run_id": facts.run or "RUN",
         "place": facts.place or "PLACE",
         "host": host or "HOST",
         "container": container or "CONTAINER",

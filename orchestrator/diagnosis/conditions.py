@@ -134,8 +134,13 @@ def machine_oom_kill(facts: Facts) -> Found | None:
     return Found(84, (*seen, count, _record(facts)), "high" if seen else "low")
 
 
+def _ended_by_runner(facts: Facts) -> bool:
+    """What the record tells is how the runner ended the rest: something else had ended before."""
+    return facts.first is not None and (facts.followed or facts.first.get("rank") is not None)
+
+
 def sigkill(facts: Facts) -> Found | None:
-    if _signal(facts) != 9:
+    if _signal(facts) != 9 or _ended_by_runner(facts):
         return None
     return Found(55, (_record(facts),), "high" if facts.exit and facts.exit.oom_kills == 0 else "medium")
 
@@ -145,6 +150,8 @@ def sighup(facts: Facts) -> Found | None:
 
 
 def sigterm(facts: Facts) -> Found | None:
+    if _ended_by_runner(facts):
+        return None
     if facts.exit is not None and "without a request to stop" in facts.exit.reason:
         return Found(58, (_record(facts),), "high")
     return Found(42, (_record(facts),), "medium") if _signal(facts) == 15 and not facts.stop else None

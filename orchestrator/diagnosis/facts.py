@@ -200,6 +200,7 @@ class Facts:
     environment: Environment | None = None  # of a run that ended badly
     first: Mapping[str, Any] | None = None  # the end that came first, of all ranks and places: place, kind, rank, said
     followed: bool = False  # it was another place's
+    apart: bool = False  # this is not the first of the run's places
     run_dir: str | None = None
     root: str | None = None
 

@@ -118,6 +118,7 @@ def facts(
         environment=_environment(answer.get("environment")),
         first=state.get("first"),
         followed=bool(state.get("first")) and state["first"].get("place") != state.get("place"),
+        apart=(state.get("places") or [state.get("place")])[0] != state.get("place"),
         run_dir=answer.get("run_dir"),
         root=container.get("root"),
     )

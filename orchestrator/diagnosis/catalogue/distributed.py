@@ -116,7 +116,7 @@ CAUSES = (
         "distributed",
         (),
         ("Nothing has to be wrong here: what this log ends with followed from it. The cause is at the place named.",),
-        "orch diagnose {run} --place {first_place}",
+        "orch diagnose {run_id} --place {first_place}",
         structured=("other_place_failed",),
         precedence=98,
     ),
@@ -129,7 +129,7 @@ CAUSES = (
             "What became of it is unknown: its machine, its container, its runner or the network between them may be "
             "gone. If only the network was, its own record says that it did not hear of the others.",
         ),
-        "orch status {run} --place {first_place}",
+        "orch status {run_id} --place {first_place}",
         retry=True,
         structured=("other_place_silent",),
         precedence=98,
