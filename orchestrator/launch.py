@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -315,8 +316,8 @@ def network(launch: Launch) -> dict[str, str]:
     """The variables by which a program finds its share of the run, and the others."""
     member, meeting = launch.member, launch.meeting
     if member is None or meeting is None:
-        # what torchrun takes for a rendezvous of its own
-        alone = {"ORCH_NODES": "1", "ORCH_NODE_RANK": "0", "ORCH_RENDEZVOUS": "localhost:0"}
+        port = 20000 + zlib.crc32(launch.run.encode()) % 12000
+        alone = {"ORCH_NODES": "1", "ORCH_NODE_RANK": "0", "ORCH_RENDEZVOUS": f"127.0.0.1:{port}"}
         return {"ORCH_PLACE": launch.place.name, **alone}
     return {
         "ORCH_PLACE": launch.place.name,

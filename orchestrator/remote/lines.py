@@ -26,7 +26,6 @@ class Lines:
     def __init__(self, sock: socket.socket, token: str, *, first: bool, patience: float) -> None:
         """`first`: this end speaks first in the greeting, which takes at most `patience` seconds. OSError, Refused."""
         sock.settimeout(patience)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._rest = b""
         self._sent = self._received = 0

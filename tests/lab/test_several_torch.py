@@ -1,0 +1,80 @@
+"""Ranks under the real torchrun in two containers, over gloo: they train together, and one that is killed ends all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+PROGRAM = """
+import os, time
+import torch, torch.distributed as dist
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+value = torch.ones(4)
+step = 0
+while True:
+    step += 1
+    dist.all_reduce(value)
+    value /= dist.get_world_size()
+    if dist.get_rank() == 0:
+        print(f"step {step} loss {float(value.sum()):.1f} over {dist.get_world_size()}", flush=True)
+    time.sleep(0.1)
+"""
+TORCHRUN = [
+    *["{python}", "-m", "torch.distributed.run", "--nnodes", "{nodes}", "--node-rank", "{node_rank}"],
+    *["--nproc-per-node", "2", "--rdzv-endpoint", "{rendezvous}", "/lab/train.py"],
+]
+
+
+@pytest.fixture(scope="module")
+def two(make_module_lab):
+    lab = make_module_lab("--net", "bridge", "--containers", "2", "--pct-delay", "0")
+    for vmid in lab.vmids:
+        (lab.share(vmid) / "train.py").write_text(PROGRAM)
+    return lab
+
+
+def until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def ranks(lab, vmid, run):
+    """The processes of the run in a container, by rank; those without one are torchrun and its helpers."""
+    script = 'for p in /proc/[0-9]*; do tr "\\0" " " <$p/environ; echo " ${p#/proc/}"; done'
+    lines = lab.run("sh", "-c", f"({script}) 2>/dev/null", vmid=vmid).stdout.splitlines()
+    mine = [line for line in lines if f"ORCH_RUN_ID={run} " in line]
+    return {line.partition(" RANK=")[2].split()[0] if " RANK=" in line else "": line.split()[-1] for line in mine}
+
+
+def test_a_killed_rank_of_a_real_torchrun(make_workstation, two):
+    station = make_workstation("first")
+    two.hosts_yaml(station.directory)
+    station.recipe(
+        "pair",
+        places=[{"place": f"pve/{vmid}", "address": two.info["addresses"][vmid]} for vmid in two.vmids],
+        environment="demo",
+        command=TORCHRUN,
+        env={"OMP_NUM_THREADS": "1"},
+        metrics=False,
+        stop_grace=30,
+    )
+    run = station.json("launch", "pair", "--detach", timeout=600)["run"]
+    assert until(lambda: "over 4" in station.orch("logs", run).stdout, 120), station.orch("logs", run).stdout
+    two.run("kill", "-9", ranks(two, "201", run)["3"], vmid="201")
+    assert until(lambda: not ranks(two, "200", run) and not ranks(two, "201", run), 10)
+    said = "rank 3 at pve/201 was killed by signal 9 (SIGKILL)"
+    assert until(lambda: all(r["exit"] for p in station.json("status", run)["places"] for r in p["runs"]), 10)
+    for report in station.json("status", run)["places"]:
+        assert (report["runs"][0]["phase"], report["runs"][0]["first"]["said"]) == ("failed", said)
+    found = station.json("diagnose", run)
+    assert (found["place"], found["cause"]) == ("pve/201", "rank-died"), found
+    assert 3 in [item["rank"] for item in found["evidence"]], found
+    # its launcher had the time to tell the same in its own words
+    assert "exitcode: -9" in station.orch("logs", run, "--place", "pve/201").stdout.replace("exitcode  :", "exitcode:")
