@@ -95,11 +95,13 @@ def _sentence(model: type[BaseModel], document: Document, at: Loc, kind: str, lo
             document.where_key((*at, *loc[:-1])),
             f'the key "{loc[-1]}" is missing{inside}{advice} ({expect.words})',
         )
-    found = "" if expect.private else f", not {_found(value)}"
+    found = "" if expect.private else f", not {_found(kind, value)}"
     return document.where((*at, *loc)), f"{dotted(loc)} must be {expect.words}{found}"
 
 
-def _found(value: Any) -> str:
+def _found(kind: str, value: Any) -> str:
+    if kind == "too_short" and value:
+        return f"a list of {len(value)}"
     return "an empty list" if value == [] else quote(value)
 
 

@@ -16,6 +16,7 @@ from orchestrator.config import (
     EnvironmentSpec,
     Health,
     Host,
+    OneOfPlaces,
     Recipe,
     Ssh,
     dump_recipe,
@@ -101,11 +102,16 @@ def fill_relative(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("page", "models"),
-    [("recipes.md", (Recipe, Health, EnvironmentSpec)), ("hosts.md", (Host, Ssh, Container))],
+    [
+        ("recipes.md", (Recipe, Health, EnvironmentSpec)),
+        ("hosts.md", (Host, Ssh, Container)),
+        ("places.md", (OneOfPlaces,)),
+    ],
 )
 def test_the_documentation_has_every_key(page: str, models: tuple[type[BaseModel], ...]) -> None:
     text = (bundled.bundled_dir() / "docs" / page).read_text()
-    rows = {key for line in text.splitlines() for key in re.findall(r"^\| `(?:health\.)?(\w+)` \|", line)}
+    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    rows = {key for cell in first for key in re.findall(r"`(?:health\.)?([a-z_]+)`", cell)}
     keys = {key for model in models for key in keys_of(model)} - {"health"}
     assert rows == keys
 

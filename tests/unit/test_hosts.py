@@ -154,7 +154,8 @@ HOST = "a host name, an address, or an alias of the SSH configuration"
         ("host:\n  a: {}\n", ['hosts.yaml:1: unknown key "host" (did you mean "hosts"?)']),
         ("pve:\n  ssh: a\n", ['hosts.yaml:1: unknown key "pve" (there are: hosts)']),
         ("hosts:\n  a: {ssh: b, name: c}\n",
-         ['hosts.yaml:2: unknown key "name" (there are: ssh, root, wheels, protect, python, containers)']),
+         ['hosts.yaml:2: unknown key "name" (there are: ssh, root, wheels, protect, address, interface, python, '
+          "containers)"]),
         ("hosts:\n  a:\n    ssh: b\n  a:\n    ssh: c\n",
          ['hosts.yaml:4: the key "hosts.a" is there already, in line 2; keep one of them']),
         ("hosts:\n  a:\n    ssh: b\n    containers:\n      0200:\n",

@@ -406,3 +406,50 @@ def test_environment_problems(project_dir: Path, spec: str, lock: str | None, ex
     with pytest.raises(ConfigError) as caught:
         load_environment(find_project(), "e")
     assert list(caught.value.problems) == [f"recipes/envs/e/{sentence}" for sentence in expected]
+
+
+# -- several places --
+
+
+def test_several_places_are_written_and_read_and_left_for_one(project_dir: Path) -> None:
+    (project_dir / "recipes/m.yaml").write_text(
+        "places:\n"
+        "  - {place: pve/200, address: 192.0.2.11, ranks: 5}\n"
+        "  - {place: pve/201, interface: eth1, ranks: 3}\n"
+        "environment: demo\n"
+    )
+    recipe = load_recipe(find_project(project_dir), "m")
+    assert recipe.places is not None
+    assert [(one.place, one.address, one.interface, one.ranks) for one in recipe.places] == [
+        ("pve/200", "192.0.2.11", None, 5),
+        ("pve/201", None, "eth1", 3),
+    ]
+    assert parse_recipe(dump_recipe(recipe)) == recipe
+    alone = load_recipe(find_project(project_dir), "m", place_override="local")
+    assert (alone.place, alone.places) == ("local", None)
+    assert recipe_digest(alone, "local") != recipe_digest(recipe, "local")
+
+
+def test_everything_wrong_with_several_places_is_said(project_dir: Path) -> None:
+    content = (
+        "place: pve/200\n"
+        "places:\n"
+        "  - {place: pve/200, address: 192.0.2.300, ranks: 0}\n"
+        "  - place: pve/200\n"
+        "    adress: 192.0.2.12\n"
+        "    interface: eth 1\n"
+        "environment: demo\n"
+    )
+    at = "recipes/r.yaml"
+    assert problems(content) == [
+        f"{at}:2: place and places exclude each other; keep one of them",
+        f'{at}:3: places[0].address must be an IPv4 address, such as 192.0.2.11, not "192.0.2.300"',
+        f'{at}:3: places[0].ranks must be a whole number from 1, not "0"',
+        f'{at}:4: places[1].place stands there twice: "pve/200"',
+        f"{at}:4: places[1] says no ranks, and others do; all say them, or none",
+        f'{at}:5: unknown key "adress" in places[1] (did you mean "address"?)',
+        f'{at}:6: places[1].interface must be the name of a network interface, such as eth0, not "eth 1"',
+    ]
+    one = problems("places: [{place: local}]\nenvironment: demo\n")
+    several = "a list of two or more mappings with place, address, interface and ranks"
+    assert one == [f"{at}:1: places must be {several}, not a list of 1"]
