@@ -10,7 +10,7 @@ q_i (1[i = k] - q_k), so
     forward KL     -sum p_i log q_i + const, sum p_i = 1    ->  d/dz = q - p
     TV             dTV/dq_i = s_i = sign(q_i - p_i) / 2     ->  d/dz_k = q_k (s_k - sum_i q_i s_i)
 
-and the gradient of hidden is weight * d/dz @ head. On a GPU what is pointwise or a reduction is compiled, so that
+and the gradient of hidden is weight * d/dz @ head. What is pointwise or a reduction is compiled on a GPU, so that
 beside a chunk's logits, the target's, and the gradient, all in hidden's dtype, nothing of [chunk, V] is held.
 """
 
@@ -39,6 +39,7 @@ def head_pass(
     objective: Objective,
     teacher: Tensor | None = None,
     source: Tensor | None = None,
+    compiled: bool | None = None,
 ) -> HeadResult:
     """Weighted loss, NLL and rank of the M supervised entries of a batch (`data.batches.Batch` has their order).
 
@@ -50,19 +51,20 @@ def head_pass(
     dtype. Of logits that are equal, as rounding to bfloat16 makes them, none exceeds the other: a label that ties for
     the first place has rank 0, a hit, although a greedy draft may name the other token.
 
-    Under D-PACE no block may straddle a border between chunks. Nothing here waits for the device, and shapes are those
-    of `chunk` alone, so on a GPU M must be a multiple of it. Raises ValueError where it is not, or where the objective
-    needs a teacher and there is none.
+    Under D-PACE no block may straddle a border between chunks. Nothing here waits for the device. `compiled` (None: on
+    a GPU) runs the same arithmetic compiled; shapes are those of `chunk` alone then, so M must be a multiple of it, as
+    on any GPU. Raises ValueError where it is not, or where the objective needs a teacher and there is none.
     """
+    compiled = hidden.is_cuda if compiled is None else compiled
     if objective.distils and (teacher is None or source is None):
         raise ValueError("the objective compares with the target's distribution: pass teacher and source")
-    if hidden.is_cuda and len(hidden) % chunk:
+    if (compiled or hidden.is_cuda) and len(hidden) % chunk:
         raise ValueError(f"{len(hidden)} entries are no multiple of a chunk, {chunk}: pad them with weight 0")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     states, head = hidden.detach(), head.detach().to(hidden.dtype)
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     gradient = torch.empty_like(states, memory_format=torch.contiguous_format) if with_gradient else None
-    measure, slope = _compiled() if hidden.is_cuda else (_measure, _slope)
+    measure, slope = _compiled() if compiled else (_measure, _slope)
     chunks = []
     with torch.no_grad():
         for start in range(0, len(hidden), chunk):

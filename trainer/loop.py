@@ -29,7 +29,7 @@ from trainer.report import result_of, summary
 from trainer.serve import serve
 from trainer.source import source_of
 from trainer.spans import Spans
-from trainer.step import compute_gradient
+from trainer.step import compiles, compute_gradient
 from trainer.stop import Stop, Stopped
 from trainer.trackers import NoTrackers, Trackers
 from trainer.warmup import seal
@@ -93,7 +93,7 @@ def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, me
     if models.target is not None:
         warming.warm_target(stream, world, models.target, run_dir)
     warmed = warming.warm_drafter(config, world, models, optimizer, run_dir, stream=stream)
-    if world.device.type == "cuda":
+    if world.device.type == "cuda" or compiles(config, world.device):
         seal()
     world.barrier()  # the first collective comes after everything has been compiled everywhere
     size = sum(parameter.numel() for parameter in models.drafter.parameters())
@@ -261,7 +261,7 @@ class _Run:
             step_batches,
             self.config,
             self.rows,
-            pad=self.world.device.type == "cuda",
+            pad=self.world.device.type == "cuda" or compiles(self.config, self.world.device),
             parts=self.stream.plan.parts,
             only=self.own,
             order_seed=self.stream.seed,

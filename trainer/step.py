@@ -50,6 +50,11 @@ def objective_of(config: Config) -> Objective:
     )
 
 
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether the head's arithmetic is compiled; then batches are padded to whole chunks."""
+    return config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+
+
 def blocks_of(batch: Batch, block_size: int) -> Blocks:
     return Blocks(
         start=batch.rows.start.gather(1, batch.anchors),
@@ -124,6 +129,7 @@ def compute_gradient(
                 objective=objective,
                 teacher=None if last is None else last.flatten(0, 1),
                 source=batch.source,
+                compiled=compiles(config, batch.label.device),
             )
             figures = training_metrics(
                 result,
