@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -69,6 +70,27 @@ def test_from_first_contact_to_the_end(bare_lab, workstation):
     provenance = json.loads(bare_lab.run("cat", f"/var/lib/orch/runs/{run['run']}/provenance.json", vmid="200").stdout)
     assert provenance["environment"]["id"] == run["environment"]
     assert provenance["code"]["digest"] == run["code"]
+
+
+def documented(title: str) -> list[str]:
+    """The words of the first command under this title of docs/recipes.md, after `orch`."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    block = page.split(f"## {title}\n", 1)[1].split("```\n", 2)[1]
+    program, *words = shlex.split(block.replace("\\\n", " "))
+    assert program == "orch"
+    return words
+
+
+def test_eight_ranks_in_a_container(bare_lab, workstation):
+    """`exp-ddtree-fresh` with the small model that docs/recipes.md gives it: five target ranks and three drafters."""
+    bare_lab.run("ip", "link", "set", "lo", "up", vmid="200")  # which no init of the lab's does; ranks need it
+    words = [word.replace("place=local", f"place={PLACE}") for word in documented("exp-ddtree-fresh on a CPU")]
+    done = workstation.orch(*words, timeout=900)
+    assert "finished" in done.stdout
+    (run,) = [found for found in workstation.runs(PLACE) if found["run"].startswith("exp-ddtree-fresh")]
+    assert run["phase"] == "finished" and run["exit"]["code"] == 0 and run["step"] == 12
+    log = console_log(bare_lab, run["run"])
+    assert all(f"target {number}: done" in log for number in range(5)) and "step 12/12" in log
 
 
 def test_stopped_half_way_and_seen_from_a_second_workstation(bare_lab, workstation, make_workstation):
