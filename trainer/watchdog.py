@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BEAT = 0.5  # seconds between two looks
 SILENCE = 15.0  # a companion that is silent for so long is lost, with its machine or its network; and so is the store
 CONNECT = 30.0  # seconds in which the store must be reached at all
+GUARD_CONNECT = 5.0  # the same for one with a word to leave, who should not be the last
 GRACE = 2.0  # seconds that a rank has to end after it was told
 OWN_END = 10.0  # seconds that a rank has to end by the error that it has told of
 ECHO = 2.0  # seconds in which another rank may be named before one whose connections broke names itself
@@ -44,19 +45,20 @@ def place_here() -> str:
 class Watchdog:
     """In the rank: the ends of the pipes, and a thread that ends the rank when the companion says so.
 
-    Made as early as can be; `begin` when torch is there. `connect` gives a connection to the store of one's own.
+    Made as early as can be; `begin` when torch is there. `connect` gives a connection of one's own to the store,
+    within so many seconds.
     """
 
-    def __init__(self, *, rank: int, place: str, connect: Callable[[], "dist.Store"]):
+    def __init__(self, *, rank: int, place: str, connect: Callable[[float], "dist.Store"]):
         self.rank, self.place, self.connect = rank, place, connect
         self._over = False  # what the companion's end would mean is known
         life, self._life = os.pipe()
-        rank_pid = os.getpid()
+        rank_pid, launcher = os.getpid(), os.getppid()
         _flush()
         if os.fork() == 0:
             os.close(self._life)
             with contextlib.suppress(BaseException):
-                self._guard(life, rank_pid)
+                self._guard(life, rank_pid, launcher)
             os._exit(0)
         os.close(life)
 
@@ -65,7 +67,7 @@ class Watchdog:
         """Of one that torchrun has started."""
         return cls(rank=int(os.environ["RANK"]), place=place_here(), connect=store_of_the_launcher)
 
-    def _guard(self, life: int, rank_pid: int) -> None:
+    def _guard(self, life: int, rank_pid: int, launcher: int) -> None:
         asked: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: asked.append(number))
@@ -81,7 +83,9 @@ class Watchdog:
             return  # the companion is there; or the launcher ended the rank, for another one's sake
         reason = f"failed: {_without_mark(lines[0])}" if lines else "ended before it met the others: killed, or crashed"
         print(f"error: rank {self.rank} at {self.place} {reason}", file=sys.stderr, flush=True)
-        _name(self.connect(), self.rank, self.place, reason)
+        time.sleep(2 * BEAT)
+        if runs(launcher):  # else it has ended the ranks, all as young as this one, and there is nobody to tell
+            _name(self.connect(GUARD_CONNECT), self.rank, self.place, reason)
 
     def begin(self, *, size: int) -> None:
         """The companion takes over from the guard."""
@@ -109,7 +113,7 @@ class Watchdog:
         if not said and not self._over:  # nothing would end this rank any more, and the others hear it no more
             said = b"the watchdog of this rank was killed"
             with contextlib.suppress(Exception):
-                _name(self.connect(), self.rank, self.place, "lost its watchdog, which was killed")
+                _name(self.connect(GUARD_CONNECT), self.rank, self.place, "lost its watchdog, which was killed")
         if said:
             print(f"error: {said.decode()}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -153,7 +157,7 @@ class _Companion:
             signal.signal(number, signal.SIG_IGN)  # what ends the rank; then we see it go
         threading.Thread(target=self._watch_store, daemon=True).start()
         try:
-            self.store = self.connect()
+            self.store = self.connect(CONNECT)
             self.silent = 0
             self.store.set(f"place/{self.rank}", self.place)
             self._watch()
@@ -249,6 +253,14 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and no mere zombie of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
 def _parent(pid: int) -> int | None:
     """None where there is no such process. A launcher that has ended may stay a zombie, but has no children."""
     try:
@@ -263,14 +275,14 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def store_of_the_launcher() -> "dist.Store":
-    """A connection of one's own to torchrun's store."""
+def store_of_the_launcher(patience: float) -> "dist.Store":
+    """A connection of one's own to torchrun's store, within so many seconds."""
     import datetime
 
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = datetime.timedelta(seconds=CONNECT)
+    limit = datetime.timedelta(seconds=patience)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"watch/{run}/{restart}", dist.TCPStore(address, port, is_master=False, timeout=patience))
+    return dist.PrefixStore(f"watch/{run}/{restart}", dist.TCPStore(address, port, is_master=False, timeout=limit))

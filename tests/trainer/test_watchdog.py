@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from trainer import watchdog
+from trainer.watchdog import runs
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30  # seconds
@@ -28,8 +29,8 @@ def rank_program(rank: int, size: int, port: int, deed: str) -> None:
 
     watchdog.SILENCE, watchdog.OWN_END = SILENCE, 2.0
 
-    def connect() -> "dist.Store":
-        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=LIMIT))
+    def connect(patience: float) -> "dist.Store":
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=patience))
 
     watch = watchdog.Watchdog(rank=rank, place=f"place{rank}", connect=connect)
     if deed != "guarded":
@@ -153,14 +154,6 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process, and no mere zombie of it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def eventually(holds: Callable[[], bool]) -> None:
