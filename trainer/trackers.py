@@ -51,6 +51,7 @@ class Trackers:
             self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
+            importlib.import_module("wandb").teardown()  # else its writer, a process of its own, may outlive the run
 
 
 class NoTrackers:
