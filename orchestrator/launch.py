@@ -348,8 +348,7 @@ def start_record(launch: Launch) -> dict[str, Any]:
         },
         "place": launch.place.name,
         "peers": peers(launch),
-        # of several places the first one's program tells its steps
-        "metrics": launch.recipe.metrics and (launch.member is None or launch.member.number == 0),
+        "metrics": launch.recipe.metrics,
         "stop_grace": launch.recipe.stop_grace,
         "sample_seconds": launch.recipe.sample_seconds,
         "health": launch.recipe.health.model_dump(),

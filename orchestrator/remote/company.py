@@ -69,6 +69,13 @@ class Company:
         request = self.request()
         return FOLLOW - passed if request is None else float(request["grace"])
 
+    def share(self, progress: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
+        """Tell the other places how far the run is, and hear it of them."""
+        if self._peers is None:
+            return None
+        self._peers.progress = progress
+        return self._peers.heard()
+
     def request(self) -> Optional[Dict[str, Any]]:
         """The request to stop that another place got, as stop.json would have it."""
         asked = (self.first or {}).get("request")

@@ -38,6 +38,7 @@ class Peers(threading.Thread):
     ) -> None:
         super().__init__(name="peers", daemon=True)
         self.first: Optional[End] = None
+        self.progress: Optional[Dict[str, Any]] = None  # what this place's program tells of the run
         self.trouble: Optional[str] = None  # why the middle could not listen, or was not reached the last time
         self._own = own
         self._middle = places[0]
@@ -48,6 +49,7 @@ class Peers(threading.Thread):
         self._wake = wake
         self._lock = threading.Lock()
         self._ends: Dict[str, Tuple[float, End]] = {}  # of each place: when, on this clock, and what
+        self._progress: Dict[str, Dict[str, Any]] = {}  # the same, as it was heard of the others
         self._done: Set[str] = set()  # places whose program ended well
         self._joined: Set[str] = set()
         self._due = {place: time.monotonic() + JOIN for place in self._others}  # until when a word must have come
@@ -59,6 +61,11 @@ class Peers(threading.Thread):
         """This place ends, or has to; what was told before stays. `seen`: when that was, on the monotonic clock."""
         end: End = {"place": self._own, "kind": kind, "rank": None, "said": said, "killed": False, **more}
         self._ended(self._own, time.monotonic() if seen is None else seen, end)
+
+    def heard(self) -> Optional[Dict[str, Any]]:
+        """How far the run is, as the place that is the farthest tells."""
+        told = list(self._progress.values())
+        return max(told, key=lambda one: one.get("step") or 0) if told else None
 
     def finished(self) -> None:
         """This place's program has ended well: its silence from now on means nothing."""
@@ -153,11 +160,14 @@ class Peers(threading.Thread):
             "ago": None if end is None else time.monotonic() - seen,
             "first": self.first,
             "done": self._own in self._done,
+            "progress": self.progress or (self.heard() if self._own == self._middle else None),
         }
 
     def _take(self, place: str, word: Dict[str, Any]) -> None:
         if word.get("done"):
             self._done.add(place)
+        if isinstance(word.get("progress"), dict):
+            self._progress[place] = word["progress"]
         if isinstance(word.get("end"), dict):
             self._ended(place, time.monotonic() - float(word.get("ago") or 0.0), word["end"])
         if place == self._middle and isinstance(word.get("first"), dict):

@@ -21,6 +21,26 @@ class Progress:
         self._records = records
         self._health = health
 
+    def told(self) -> Optional[Dict[str, Any]]:
+        """`{"phase", "step", "tokens_per_second"}` by what the program here has told, None while it has not."""
+        summary = self._metrics.summary
+        if summary.step is None and summary.phase not in _ORDER:
+            return None
+        return {
+            "phase": "training" if summary.step is not None else summary.phase,
+            "step": summary.step,
+            "tokens_per_second": self._records.state.get("tokens_per_second"),
+        }
+
+    def adopt(self, told: Dict[str, Any]) -> None:
+        """What another place's program tells of the run, where the one here tells nothing."""
+        if self.told() is not None:
+            return
+        if told.get("step") is not None and told["step"] != self._records.state.get("step"):
+            rate = told.get("tokens_per_second")
+            self._records.set(step=told["step"], step_at=time.time(), tokens_per_second=rate)
+        self._advance(str(told.get("phase")))
+
     def step(self, stopping: bool) -> None:
         """One piece of what was appended. While the run is stopping its phase stays."""
         if not self._metrics.step():
@@ -33,10 +53,13 @@ class Progress:
         if summary.eval is not None:
             fields["eval"] = summary.eval
         records.set(**fields)
-        phase = "training" if summary.step is not None else summary.phase
-        if not stopping and phase in _ORDER and _ORDER[phase] > _ORDER.get(records.state["phase"], 9):
-            records.phase(phase)
+        if not stopping:
+            self._advance("training" if summary.step is not None else str(summary.phase))
         self._look_at_health(summary.step, rate)
+
+    def _advance(self, phase: str) -> None:
+        if phase in _ORDER and _ORDER[phase] > _ORDER.get(self._records.state["phase"], 9):
+            self._records.phase(phase)
 
     def _look_at_health(self, step: Optional[int], rate: Optional[float]) -> None:
         wanted_step, wanted_rate = self._health.get("step"), self._health.get("tokens_per_second")

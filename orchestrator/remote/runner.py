@@ -235,6 +235,9 @@ class Runner:
 
     def _progress(self) -> None:
         self.progress.step(self.stopping)
+        heard = self.company.share(self.progress.told())
+        if heard is not None and not self.stopping:
+            self.progress.adopt(heard)
 
     def _sample(self) -> None:
         line = self.sampler.step()

@@ -167,6 +167,8 @@ def test_an_address_that_is_not_there_and_a_way_that_is_closed(station, two):
 @pytest.mark.parametrize(("place", "rank"), [("pve/201", 3), ("pve/200", 0)])
 def test_a_rank_that_is_killed_ends_all(station, two, place, rank):
     run = launch(station, two, f"killed{rank}")
+    assert until(lambda: {row["phase"] for row in rows(station, run).values()} == {"training"}, 5.0)
+    assert rows(station, run)["pve/201"]["step"] > 3  # told at the first place
     again = station.orch("launch", f"killed{rank}")
     assert f"{run} is training already, so nothing was started" in again.stdout
     (pid,) = pids(two, place.partition("/")[2], f" RANK={rank} ", f"ORCH_RUN_ID={run}")

@@ -70,6 +70,13 @@ def test_what_one_place_tells_all_know(star: Star) -> None:
         assert first(one) == b.verdict() and first(one)["place"] == "b" and first(one)["rank"] == 3
 
 
+def test_how_far_the_run_is_all_know(star: Star) -> None:
+    a, b, c = star(*PLACES)
+    c.progress = {"phase": "training", "step": 7}
+    for one in (a, b):
+        assert eventually(one.heard, what="progress") == c.progress
+
+
 def test_the_first_end_is_the_earliest_and_a_kill_came_before_the_errors_around_it(star: Star) -> None:
     a, b, c = star(*PLACES)
     assert joined(a, "b", "c")
