@@ -177,6 +177,8 @@ class _Run:
             with self._interruptible():
                 self.start = self._evaluate("before training")
         self._train()
+        if self.world.leads and (advice := self.source.advice()):
+            self.say(advice)
         self.world.done(self.step)
         self.saver.wait()
         code = self._finish()

@@ -4,6 +4,9 @@ Both are called once for each micro-batch, in order, and keep what they got for 
 fresh anchors (`data.anchor_draws`). Features given out are valid until the next call for another batch.
 """
 
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,9 +16,10 @@ from trainer.config import Config
 from trainer.data.batches import Batch
 from trainer.feed import parcel_of
 from trainer.models import Models
-from trainer.pipeline import Receiver
+from trainer.pipeline import Receiver, Waits
 from trainer.step import inspect, objective_of
 from trainer.target import Target
+from trainer.topology import Balance, advice
 from trainer.world import World
 
 Said = tuple[Tensor | None, Tensor]  # last hidden states [R, S, H] or None, features [R, S, K*H]
@@ -62,6 +66,9 @@ class Colocated:
     def waits(self) -> dict[str, float]:
         return {}
 
+    def advice(self) -> str:
+        return ""
+
     def stop(self) -> None:
         """Nothing is under way."""
 
@@ -74,6 +81,8 @@ class Streamed:
     batches: int  # of the whole run
     last: bool
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    eating: deque[float] = field(default_factory=lambda: deque(maxlen=100))  # seconds, of the last batches
+    since: float | None = None  # when the last one came
 
     def start(self, step: int) -> None:
         self.turns.start(step)
@@ -92,7 +101,10 @@ class Streamed:
                 self._give_back(lambda _: True)
             else:
                 self._give_back(lambda key: key[0] != turn[0])
+            if self.since is not None:
+                self.eating.append(time.perf_counter() - self.since)
             self.kept[turn] = self.receiver.take(turn[0] * self.parts + self.turns.own[turn[1]])
+            self.since = time.perf_counter()
         last, features = self.receiver.parcel.split(self.kept[turn])
         return last if self.last else None, features
 
@@ -101,7 +113,29 @@ class Streamed:
             self.receiver.give_back(self.kept.pop(key))
 
     def waits(self) -> dict[str, float]:
-        return {"waited_for_target": round(self.receiver.waits.take().waiting, 5)}
+        """Seconds: this drafter's of the step; the targets' of a batch, on the average since they began."""
+        found = {"waited_for_target": round(self.receiver.waits.take().waiting, 5)}
+        if self.receiver.world.leads and (targets := self._targets()):
+            found["targets_waited"] = round(targets.waiting / targets.batches, 5)
+        return found
+
+    def _targets(self) -> Waits | None:
+        """Of all targets, since they began; None before each has made a batch."""
+        world = self.receiver.world
+        told = [world.peek(f"waits/{target}") for target in range(world.topology.targets)]
+        if not all(told):
+            return None
+        busy, waiting, batches = (sum(each) for each in zip(*told, strict=True))
+        return Waits(busy=busy, waiting=waiting, batches=int(batches)) if batches else None
+
+    def advice(self) -> str:
+        """Whether another number of targets would be faster; empty where it would not, or nothing is known."""
+        plan, targets = self.receiver.world.topology, self._targets()
+        if len(plan.drafters) > 1 or len(self.eating) < 10 or targets is None:
+            return ""
+        # the median, since a drafter is also measured between two batches now and then
+        balance = Balance(make=targets.busy / targets.batches, eat=statistics.median(self.eating))
+        return advice(balance, plan.targets, plan.drafters[0])
 
     def stop(self) -> None:
         self.receiver.stop()

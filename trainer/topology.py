@@ -96,6 +96,6 @@ def advice(balance: Balance, targets: int, drafters: int) -> str:
     if gain < 0.05:
         return ""
     return (
-        f"a target makes a batch in {balance.make:.2f} s, a drafter eats one in {balance.eat:.2f} s: "
+        f"a target makes a batch in {balance.make:.3g} s, a drafter eats one in {balance.eat:.3g} s: "
         f"{best[0]} targets and {best[1]} drafters would be {gain:.0%} faster than {targets} and {drafters}"
     )

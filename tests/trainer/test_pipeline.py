@@ -166,6 +166,20 @@ def test_every_drafter_is_given_its_batches_and_may_end_at_any_step(job):
         assert came == expected
 
 
+@pytest.mark.parametrize(("make", "eat", "says"), [(4.0, 1.0, "2 targets and 1 drafters"), (1.0, 1.0, "")])
+def test_a_better_split_is_advised_from_what_both_sides_took(make, eat, says, monkeypatch):
+    world = world_of(Topology(mode="split", drafters=(2,)), 1)
+    told: dict = {}
+    monkeypatch.setattr(World, "peek", lambda _, name: told.get(name))
+    receiver = Receiver(world=world, parcel=PARCEL)
+    source = Streamed(receiver=receiver, turns=_Turns(own=[0], draws=1), parts=2, batches=2, last=True)
+    assert source.waits() == {"waited_for_target": 0.0} and source.advice() == ""  # nothing is known
+    told["waits/0"] = [make * 20, 30.0, 20]
+    source.eating.extend([eat] * 19 + [1000.0])  # an evaluation in between
+    assert source.waits()["targets_waited"] == 1.5
+    assert says in source.advice() and bool(says) == bool(source.advice())
+
+
 def requests_of(topology: Topology, wire: Wire, monkeypatch) -> tuple[Requests, SimpleNamespace]:
     monkeypatch.setattr(pipeline, "dist", wire)
     return Requests(world_of(topology, 0)), SimpleNamespace(rank=1)
