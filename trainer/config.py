@@ -1,6 +1,7 @@
 """Settings: frozen dataclasses, read from one YAML file by config_reader.py, and what must hold between them."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,7 +144,7 @@ class Config:
     variants: tuple[Variant, ...] = field(default=(), metadata={"key": None})  # made from the file's `drafters:`
     topology: TopologyConfig = TopologyConfig()
     steps: int = setting(least=1)
-    seed: int = setting(0, least=0)
+    seed: int = setting(0, least=0, most=(1 << 63) - 1)  # what torch takes
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = setting("auto", among=DTYPES)  # the drafter computes in it; master weights are float32 or wider
     attention: str = setting("flex", among=("flex", "dense"))  # dense builds the scores: for CPUs and tests
@@ -203,6 +204,8 @@ def _variants(reader: Reader, root: yaml.MappingNode, listed: yaml.Node) -> tupl
         head = reader.section(_VariantHead, head, "drafters.")
         changes = [p for p in entry.value if p[0].value not in ("name", "ranks")]
         config = reader.section(Config, reader.laid_over(root, changes), "")
+        if head is not None and not re.fullmatch(r"\w[\w.-]*", head.name):
+            reader.problem(entry, f"`{head.name}` cannot be a drafter's name: letters, digits, _, - and . make up one")
         if head is not None and config is not None:
             if any(head.name == other.name for other in variants):
                 reader.problem(entry, f"two of `drafters` are called {head.name}")
@@ -227,7 +230,7 @@ def check_together(config: Config, problem: Problem) -> None:
     if not (config.target.path / "config.json").is_file():
         problem("target.path", f"has no config.json: {config.target.path}")
     for path in config.data.paths:
-        if not path.is_file() and not any(path.parent.glob(path.name)):
+        if not names_a_file(path):
             problem("data.paths", f"names no file: {path}")
     if config.evaluate.prompts is not None and not config.evaluate.prompts.is_file():
         problem("evaluate.prompts", f"is not a file: {config.evaluate.prompts}")
@@ -248,12 +251,17 @@ def check_together(config: Config, problem: Problem) -> None:
         problem("drafter.block_size", f"is larger than a row ({config.data.row_length} tokens)")
     if len(set(drafter.target_layers)) != len(drafter.target_layers):
         problem("drafter.target_layers", "names a layer twice")
+    elif list(drafter.target_layers) != sorted(drafter.target_layers):
+        problem("drafter.target_layers", "must ascend: serving engines join the features in the order of the layers")
     if drafter.sliding_layers and max(drafter.sliding_layers) >= drafter.layers:
         problem("drafter.sliding_layers", f"goes beyond the drafter's last layer, {drafter.layers - 1}")
     if drafter.sliding_layers and not drafter.sliding_window:
         problem("drafter.sliding_layers", "needs `drafter.sliding_window`")
     if 0 < drafter.sliding_window < drafter.block_size:
         problem("drafter.sliding_window", f"must be at least a block, {drafter.block_size}")
+    for name in ("beta1", "beta2", "momentum", "ema"):
+        if getattr(config.optimizer, name) == 1:
+            problem(f"optimizer.{name}", "must be less than 1, at which nothing new ever enters the average")
     if not (loss.cross_entropy or loss.kl or loss.tv):
         problem("loss.cross_entropy", "is 0, and so are kl and tv: there is nothing to learn")
     if loss.chunk < drafter.block_size:
@@ -269,6 +277,14 @@ def check_together(config: Config, problem: Problem) -> None:
     _check_target(config, problem)
 
 
+def names_a_file(path: Path) -> bool:
+    """A file itself, or a glob that finds one."""
+    try:
+        return path.is_file() or any(path.parent.glob(path.name))
+    except ValueError:  # the root, or ** beside other letters
+        return False
+
+
 def _check_target(config: Config, problem: Problem) -> None:
     try:
         target = json.loads((config.target.path / "config.json").read_text(encoding="utf-8"))
@@ -277,8 +293,13 @@ def _check_target(config: Config, problem: Problem) -> None:
         return  # reported already
     except (ValueError, KeyError, TypeError):
         return problem("target.path", "has a config.json without num_hidden_layers and vocab_size")
-    heads = config.drafter.heads or target.get("num_attention_heads", 1)
-    if heads % (config.drafter.kv_heads or target.get("num_key_value_heads", 1)):
+    if layers < 1:
+        problem("target.path", f"has a config.json that says num_hidden_layers: {layers}")
+    heads = config.drafter.heads or target.get("num_attention_heads") or 1
+    kv_heads = config.drafter.kv_heads or target.get("num_key_value_heads") or 1
+    if not all(isinstance(each, int) and each > 0 for each in (heads, kv_heads)):
+        problem("target.path", "has a config.json whose numbers of heads are not whole numbers above 0")
+    elif heads % kv_heads:
         problem("drafter.kv_heads", f"must divide the number of heads, {heads}")
     if config.drafter.target_layers and max(config.drafter.target_layers) >= layers:
         problem("drafter.target_layers", f"goes beyond the target's last layer, {layers - 1}")

@@ -50,7 +50,9 @@ class Reader:
             raise ConfigError(f"{path}: is not UTF-8 text") from None
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from None
+            raise ConfigError(
+                f"{path}:{mark.line + 1 if mark else 1}: not YAML: {getattr(error, 'problem', error)}"
+            ) from None
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}:1: a configuration is a mapping of settings, beginning with `name: …`")
         for override in overrides:
@@ -153,7 +155,10 @@ class Reader:
         if typing.get_origin(kind) is dict:
             if not isinstance(node, yaml.MappingNode):
                 return self.problem(node, f"`{name}` must be a mapping, such as {{enable_thinking: false}}")
-            return yaml.SafeLoader("").construct_mapping(node, deep=True)
+            try:
+                return yaml.SafeLoader("").construct_mapping(node, deep=True)
+            except yaml.YAMLError as error:
+                return self.problem(node, f"`{name}` cannot be read: {error.problem}")
         return self.scalar(kind, node, name, item.metadata)
 
     def scalar(self, kind: type, node: yaml.Node, name: str, bounds: Any) -> Any:

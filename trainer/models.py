@@ -53,7 +53,7 @@ def spread_layers(layers: int, features: int) -> tuple[int, ...]:
 
 def captured_layers(config: DrafterConfig, target: PretrainedConfig) -> tuple[int, ...]:
     chosen = config.target_layers or spread_layers(target.num_hidden_layers, config.features)
-    if len(set(chosen)) < len(chosen) or min(chosen) < 0:
+    if list(chosen) != sorted(set(chosen)) or min(chosen) < 0:
         raise TrainerError(
             f"the target has {target.num_hidden_layers} layers, too few to spread {config.features} features over; "
             "name some in drafter.target_layers"
@@ -80,6 +80,11 @@ def rope_base(target: PretrainedConfig) -> float:
 
 
 def shape_of(config: DrafterConfig, target: PretrainedConfig) -> Shape:
+    if getattr(target, "rms_norm_eps", None) is None:
+        raise TrainerError(
+            f"the target's config.json ({target.model_type}) has no rms_norm_eps: a drafter has the RMS norms of its "
+            "target, and targets with other norms are not supported"
+        )
     return Shape(
         hidden=target.hidden_size,
         intermediate=config.intermediate or target.intermediate_size,

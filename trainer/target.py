@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from trainer import attention, block_mask
@@ -75,11 +76,16 @@ class Target:
         attention are built, under the bound of attention.py; else flex attention is used."""
         self.device, self.dtype, self.dense = device, choose_dtype(dtype, device), dense
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=self.dtype, local_files_only=True, attn_implementation=ATTENTION
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, dtype=self.dtype, local_files_only=True, attn_implementation=ATTENTION, output_loading_info=True
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise TrainerError(f"{path}: not a loadable causal LM: {error}") from None
+        except Exception as error:  # whatever is wrong with its files, from several libraries
+            raise TrainerError(f"{path}: not a loadable causal LM: {' '.join(str(error).split())}") from None
+        if missing := sorted(found["missing_keys"]):  # Hugging Face makes up random ones, and only logs it
+            raise TrainerError(
+                f"{path}: its files lack {', '.join(missing[:3])} ({len(missing)} tensors in all) that its config.json "
+                "asks for; fetch the model anew"
+            )
         self.model = model.requires_grad_(False).eval().to(device)
         self.config = model.config
         body = getattr(model, "model", None)
@@ -87,12 +93,33 @@ class Target:
             raise TrainerError(
                 f"{path}: {type(model).__name__} has no model.layers and model.norm to take features from"
             )
+        self._check_logits()
         self.layers = layers(self.config) if callable(layers) else layers
         self._trunk = _up_to(body, max(self.layers))
         self._features: Tensor | None = None
         self._cache_name = "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
         for place, layer in enumerate(self.layers):
             body.layers[layer].register_forward_hook(self._capture(place))
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """Its logits are the head times the last hidden state, as everything here forms them. Raises TrainerError where
+        the model adds a bias, scales or caps them: the head alone is asked, with the body taken out."""
+        draw = torch.Generator().manual_seed(0)
+        states = torch.randn(1, 2, self.head.shape[1], generator=draw).to(self.device, self.dtype)
+        states = states * (100 / (states @ self.head.T).abs().max())  # beyond any cap
+        body = self.model.model
+        body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=states)
+        try:
+            said = self.model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self.device)).logits
+        finally:
+            del body.forward
+        wanted = states @ self.head.T
+        if not (said - wanted).norm() <= _TOLERANCE[self.dtype] * wanted.norm():
+            raise TrainerError(
+                f"{type(self.model).__name__} does more to its logits than multiply by the head (a bias, a scale or a "
+                "cap), which is not supported; use another target"
+            )
 
     def _capture(self, place: int) -> Callable:
         def hook(_module: nn.Module, _inputs: tuple, output: Tensor | tuple) -> None:

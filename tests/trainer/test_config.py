@@ -138,6 +138,11 @@ TOGETHER = {  # overrides of LEAST -> the setting that is called wrong, and what
     ("drafter.kv_heads=3",): ("drafter.kv_heads", "must divide the number of heads, 8"),
     ("drafter.target_layers=[6]",): ("drafter.target_layers", "goes beyond the target's last layer, 5"),
     ("drafters=[{name: a}, {name: b}]",): ("topology.mode", "must be split"),
+    ("drafter.target_layers=[3, 1]",): ("drafter.target_layers", "must ascend"),
+    ("data.paths=/",): ("data.paths", "names no file: /"),
+    ("data.paths='**.jsonl'",): ("data.paths", "names no file: .*"),
+    ("optimizer.beta1=1",): ("optimizer.beta1", "must be less than 1"),
+    ("optimizer.ema=1",): ("optimizer.ema", "must be less than 1"),
     ("drafter.mask_token=1024",): ("drafter.mask_token", "is outside the target's vocabulary of 1024"),
 }
 
@@ -154,6 +159,44 @@ def test_a_target_that_tells_too_little(least, text):
     (least.parent / "model" / "config.json").write_text(text)
     (line,) = problems(least)
     assert "`target.path` has a config.json without num_hidden_layers and vocab_size" in line
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0"),
+        ({"num_attention_heads": "many"}, "numbers of heads"),
+        ({"num_key_value_heads": -1}, "numbers of heads"),
+    ],
+)
+def test_a_target_of_impossible_numbers(least, numbers, said):
+    path = least.parent / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **numbers}))
+    (line,) = problems(least)
+    assert "`target.path`" in line and said in line
+
+
+def test_a_target_may_leave_the_number_of_its_key_value_heads_open(least):
+    path = least.parent / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_key_value_heads": None}))
+    load(least)
+
+
+@pytest.mark.parametrize("name", ["..", "./a", "a/b", "''"])
+def test_drafters_have_names_that_folders_can_have(least, name):
+    (line,) = problems(least, "topology.mode=split", f"drafters=[{{name: a}}, {{name: {name}}}]")
+    assert "cannot be a drafter's name" in line
+
+
+@pytest.mark.parametrize("value", ["{a: !unknown 1}", "{[a]: 1}"])
+def test_a_template_with_what_yaml_cannot_make_is_named(least, value):
+    (line,) = problems(least, f"data.template={value}")
+    assert "`data.template` cannot be read" in line
+
+
+def test_a_seed_beyond_what_torch_takes_is_refused(least):
+    (line,) = problems(least, f"seed={1 << 64}")
+    assert "`seed` must be at most" in line
 
 
 def test_what_goes_together(least):
@@ -204,7 +247,7 @@ def test_a_file_that_is_missing_has_its_line(tmp_path):
     assert line.startswith(f"{path}:{number}: `data.paths` names no file: ")
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "\xff"])
+@pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "\xff", "name: \x00"])
 def test_what_is_not_a_configuration(tmp_path, text):
     path = tmp_path / "c.yaml"
     path.write_bytes(text.encode("latin-1"))

@@ -1,12 +1,18 @@
 """Features against Hugging Face's own forward pass, and that packed documents do not see each other."""
 
+import json
+import shutil
+
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainer import attention, target
+from trainer.config import DrafterConfig
 from trainer.errors import TrainerError
-from trainer.models import spread_layers
+from trainer.models import shape_of, spread_layers
 from trainer.target import Target
 from trainer.vocabulary import load_vocabulary
 
@@ -173,3 +179,56 @@ def test_features_are_written_where_they_are_wanted(small_target):
     _, features = frozen.inspect(tokens, torch.zeros_like(tokens), into=buffer.view(1, 12, 96))
     _, anew = frozen.inspect(tokens, torch.zeros_like(tokens))
     assert torch.equal(buffer.view(1, 12, 96), anew) and features.data_ptr() == buffer.data_ptr()
+
+
+def copied(path, folder, *, config=None, tensors=None):
+    """The target at `path` again, with entries of its config.json and its tensors changed."""
+    shutil.copytree(path, folder)
+    if config:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    if tensors is not None:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_target_whose_files_lack_tensors_is_refused(small_target, tmp_path):
+    path = small_target()
+    whole = load_file(path / "model.safetensors")
+    some = {name: tensor for name, tensor in whole.items() if "layers.1.mlp" not in name}
+    with pytest.raises(TrainerError, match=r"lack model\.layers\.1\.mlp\.\S+, .* \(3 tensors in all\)"):
+        load(copied(path, tmp_path / "some", tensors=some))
+    headless = {name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}
+    with pytest.raises(TrainerError, match=r"lack lm_head\.weight"):
+        load(copied(path, tmp_path / "headless", tensors=headless))
+    with pytest.raises(TrainerError, match=r"lack model\.layers\.4"):
+        load(copied(path, tmp_path / "deep", config={"num_hidden_layers": 5, "layer_types": None}))
+
+
+def test_damaged_files_of_a_target_are_named_in_a_sentence(small_target, tmp_path):
+    folder = copied(small_target(), tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    odd = copied(small_target(), tmp_path / "odd", config={"hidden_size": "wide"})
+    for path in (folder, odd):
+        with pytest.raises(TrainerError, match="not a loadable causal LM") as error:
+            load(path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_target_that_scales_caps_or_shifts_its_logits_is_refused(tmp_path):
+    def of(family, **options):
+        torch.manual_seed(0)
+        kind, model = (getattr(transformers, f"{family}{part}") for part in ("Config", "ForCausalLM"))
+        sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+        model(kind(**sizes, **heads, **options)).save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    load(of("Granite"))
+    for path in (of("Granite", logits_scaling=8.0), of("Cohere", pad_token_id=0, logit_scale=0.25)):
+        with pytest.raises(TrainerError, match="does more to its logits"):
+            load(path)
+    unlike = of("Starcoder2")
+    with pytest.raises(TrainerError, match="no rms_norm_eps"):
+        shape_of(DrafterConfig(mask_token=3, target_layers=(1, 2)), load(unlike).config)
