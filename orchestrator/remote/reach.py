@@ -13,7 +13,6 @@ import random
 import socket
 import struct
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Dict, List, Optional
 
 from .frames import OpError
@@ -50,6 +49,8 @@ def listen(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
 
 def connect(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     """`{targets: [{"address", "port", "word"}...]}` -> `{"why": [null or why not, ...]}`, all at once."""
+    from concurrent.futures import ThreadPoolExecutor  # here: every other request would wait for what it imports
+
     targets = args.get("targets") or []
     if not targets:
         return {"why": []}
