@@ -121,6 +121,10 @@ def test_asked_to_end_all_drafters_save_one_step_and_go_on_from_it(variants, tmp
     try:
         again.until_step(step + 5)
         assert again.said.count(f"resuming after step {step}") == 2
+        again.process.kill()  # ranks without their launcher end too
+        again.process.wait()
+        ranked.eventually(lambda: again.processes() == [], 30)
+        assert "is gone" in again.said or "no longer answers" in again.said
     finally:
         again.end()
 
@@ -216,15 +220,3 @@ def test_a_run_of_killed_ranks_goes_on(config, whole, tmp_path):
         run.end()
     alone(config, run.folder)
     ranked.assert_same_training(run.folder, whole)
-
-
-def test_ranks_without_their_launcher_end(config, tmp_path):
-    run = ranked.start(config, tmp_path / "run", *split(1, 1), "steps=3000", "evaluate.new_tokens=1")
-    try:
-        run.until_step(1)
-        run.process.kill()
-        run.process.wait()
-        ranked.eventually(lambda: run.processes() == [], 30)
-    finally:
-        run.end()
-    assert "is gone" in run.said or "no longer answers" in run.said
