@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import threading
 import warnings
@@ -52,8 +53,9 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete ones, oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    """Complete ones, oldest first. What else may lie there, such as a copy under another name, is none of ours."""
+    ours = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name) and path.is_dir()]
+    return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 class Saver:

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     options = parser().parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # data may hold half a character
     overrides = list(options.overrides)
     if options.seed is not None:
         overrides.append(f"seed={options.seed}")
@@ -71,6 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
+def _must_be_writable(*folders: Path) -> None:
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainerError(f"{folder}: cannot be made ({error.strerror}); set ORCH_RUN_DIR to another") from None
+        if not os.access(folder, os.W_OK):
+            raise TrainerError(f"{folder}: may not be written to; set ORCH_RUN_DIR to another folder")
+
+
 def run(options: argparse.Namespace, config: Config, began: float) -> int:
     # Waiting threads spin, by default for so long that on a busy machine they stop each other and a step takes ten
     # times as long; asleep at once, they wake too late. OpenMP reads this when torch is imported, which takes
@@ -80,6 +90,7 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
     if options.command == "train":
         metrics_path = Path(os.environ.get("ORCH_METRICS") or run_dir / "metrics.jsonl")
         faults.register()
+        _must_be_writable(run_dir, metrics_path.parent)
         if not launch.under_torchrun():
             print(f"train {config.name}: seed {config.seed}, {config.steps} steps, files in {run_dir}")
             if config.plan.world > 1:

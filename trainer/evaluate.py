@@ -118,15 +118,20 @@ class Evaluator:
         limit = tokens or self.config.new_tokens
         return decode.speculative(self.target, proposer, group, sampler, new_tokens=limit, ends=self.ends, first=first)
 
+    def _warm_up(self, proposer: Proposer, group: list[list[int]], samplers: list[Sampler]) -> None:
+        """Libraries and memory of a GPU are set up in the first calls."""
+        for sampler in samplers:
+            self._plain(group, sampler, 0, tokens=2)
+            # no further than the proposer has room for
+            self._speculative(proposer, group, sampler, 0, tokens=min(2 * self.drafts, self.config.new_tokens))
+
     def measure(self, proposer: Proposer, *, prompts: int | None = None, compare: bool = True) -> Evaluation:
         """tau at both temperatures. With `compare` by both rules, and against plain decoding: speed and equality."""
         chosen = self.prompts[:prompts]
         groups = self._groups(self._tokens(prompts))
         samplers = self.samplers(rejection=compare)
-        if compare and self.target.device.type == "cuda":  # libraries and memory are set up in the first calls
-            for sampler in samplers:
-                self._plain(groups[0][1], sampler, 0, tokens=2)
-                self._speculative(proposer, groups[0][1], sampler, 0, tokens=2 * self.drafts)
+        if compare and self.target.device.type == "cuda":
+            self._warm_up(proposer, groups[0][1], samplers)
         drafted: dict[Sampler, list[decode.Decoded]] = {sampler: [] for sampler in samplers}
         undrafted: dict[float, list[decode.Decoded]] = {sampler.temperature: [] for sampler in samplers}
         for first, group in groups:
@@ -212,6 +217,13 @@ def evaluator_of(config: Config, target: Target) -> Evaluator:
         tokenizer=partial(load_tokenizer, config.target.path),
         template=config.data.template,
     )
+    most = getattr(target.config, "max_position_embeddings", None)
+    for number, prompt in enumerate(prompts):
+        if most and len(prompt.tokens) + config.evaluate.new_tokens > most:
+            raise TrainerError(
+                f"{config.evaluate.prompts}: prompt {number}, counted from 0, has {len(prompt.tokens)} tokens, which "
+                f"with {config.evaluate.new_tokens} new ones (evaluate.new_tokens) exceed the target's {most} positions"
+            )
     return Evaluator(
         target=target,
         prompts=prompts,
@@ -260,9 +272,19 @@ def evaluate_checkpoint(
     return evaluate_drafter(config, models, name=str(drafter), json=json)
 
 
+def _must_be_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise TrainerError(f"{path}: cannot be written ({error.strerror}); name another file with --json") from None
+
+
 def evaluate_drafter(config: Config, models: Models, *, name: str, json: Path | None = None) -> int:
     """Prints tables, of the n-gram baseline too; writes all figures to `json`. -> exit code."""
     evaluator = evaluator_of(config, models.target)
+    if json is not None:
+        _must_be_writable(json)  # before what may take an hour
     measured = {"drafter": evaluator.measure(evaluator.proposer(models.drafter.eval()))}
     print(report.evaluation(measured["drafter"], name))
     documents, _ = sources.load_documents(
@@ -279,8 +301,7 @@ def evaluate_drafter(config: Config, models: Models, *, name: str, json: Path | 
     print()
     print(report.equality_line(equal))
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
         written = {"name": name, **measured, "equal_to_plain": equal, "rules": report.RULES}
-        json.write_text(json_format.dumps(written, indent=1) + "\n")
+        json.write_text(json_format.dumps(metrics.finite(written), indent=1) + "\n")
         print(f"figures in {json}")
     return 0 if equal["within_rounding"] else 1

@@ -195,7 +195,7 @@ class _Run:
             self.say(f"n-gram drafter: {describe(baseline)}")
         result = result_of(self.config, self.assessor, self.start, end, baseline, steps=self.step, seconds=self.seconds)
         partial = self.run_dir / ".result.json.partial"
-        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.write_text(json.dumps(metrics.finite(result), indent=1) + "\n")
         partial.replace(self.run_dir / "result.json")
         self.say(summary(result))
         return 0 if result["equal_to_plain"]["within_rounding"] else 1

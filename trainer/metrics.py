@@ -90,14 +90,14 @@ def training_metrics(
     return TrainingMetrics(pairs=torch.cat([flat.view(-1, 2), by_position.double()]))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN: what is not a number is written as null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return value
 
 
@@ -109,7 +109,7 @@ class MetricsFile:
         self.file = path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(_finite(record)) + "\n")
+        self.file.write(json.dumps(finite(record)) + "\n")
         self.file.flush()
 
     def close(self) -> None:

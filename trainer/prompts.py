@@ -98,7 +98,11 @@ def _tokens(record: dict, tokenizer: Callable[[], Any] | None, template: Mapping
         if not isinstance(value, str):
             raise _Wrong("has a prompt that is no string")
         if not tokenizer().chat_template:
-            return list(tokenizer()(value)["input_ids"])
+            begin = tokenizer().bos_token  # once, as in training (data/records.py)
+            try:
+                return list(tokenizer()(value, add_special_tokens=not (begin and value.startswith(begin)))["input_ids"])
+            except Exception as error:  # such as for half a surrogate pair, which JSON can escape
+                raise _Wrong(f"is refused by the tokenizer ({' '.join(str(error).split())[:200]})") from None
         value = [{"role": "user", "content": value}]
     return _rendered(value, tokenizer(), template)
 

@@ -147,6 +147,16 @@ def test_half_written_ones_are_none_and_are_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_what_else_lies_in_the_folder_is_left_alone(tmp_path):
+    _, optimizer = trained(1)
+    (tmp_path / "step-000009-best").mkdir()
+    (tmp_path / "step-000008").write_text("a file")
+    for step in (1, 2, 3):
+        save(tmp_path, optimizer, step, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000003"]
+    assert (tmp_path / "step-000009-best").exists() and (tmp_path / "step-000008").exists()
+
+
 def test_damaged_and_foreign_ones_are_refused_in_a_sentence(tmp_path):
     config = load(DEMO)
     _, optimizer = trained(1)

@@ -1,6 +1,7 @@
 """Configuration: every mistake at once, each with its line."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -268,6 +269,19 @@ def test_the_command_line_reports_without_a_traceback(tmp_path):
     assert result.returncode == 2 and "did you mean `steps`" in result.stderr and "Traceback" not in result.stderr
     assert run("-m", "trainer", "train", str(tmp_path / "none.yaml")).returncode == 2
     assert run("-m", "trainer", "frobnicate").returncode == 2
+
+
+def test_a_run_directory_that_cannot_be_made_is_told_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer", "train", str(DEMO)],
+        capture_output=True,
+        text=True,
+        cwd=DEMO.parents[2],
+        env={**os.environ, "ORCH_RUN_DIR": str(tmp_path / "file" / "run")},
+    )
+    assert result.returncode == 1 and "torch" not in result.stderr
+    assert result.stderr.startswith("error: ") and "cannot be made" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_help_does_not_import_torch():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer import decode, equality, evaluate, report
@@ -57,6 +57,22 @@ def test_prompts_come_as_tokens_messages_or_text(tmp_path):
     assert prompts_in(path, lines) == prompts
     assert text_of(prompts_in(path, records[3:], quiet=True)[0].tokens).endswith("[ assistant ] quiet")
     assert text_of(prompts_in(path, records[3:], None)[0].tokens) == "hello"  # a base model continues a text
+
+
+def test_a_text_begins_with_one_begin_token(tmp_path):
+    words = tokenizer(None)
+    words.bos_token = "quiet"
+    words._tokenizer.post_processor = processors.TemplateProcessing(
+        single="quiet $A", special_tokens=[("quiet", WORDS.index("quiet"))]
+    )
+    (tmp_path / "prompts").write_text(json.dumps([{"prompt": "hello there"}, {"prompt": "quiet hello there"}]))
+    without, with_begin = load_prompts(tmp_path / "prompts", len(WORDS), tokenizer=lambda: words)
+    assert text_of(without.tokens) == text_of(with_begin.tokens) == "quiet hello there"
+
+
+def test_half_a_character_is_told(tmp_path):
+    with pytest.raises(TrainerError, match="prompt 0 is refused by the tokenizer"):
+        prompts_in(tmp_path / "prompts", '[{"prompt": "\\ud800"}]', None)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +188,44 @@ def test_an_evaluation_holds_every_figure_and_does_not_depend_on_the_batch(parts
     some = evaluator.measure(evaluator.proposer(models.drafter), prompts=3, compare=False)
     assert some["prompts"] == 3 and "rejection_temperature_0.7" not in some
     assert "speedup" not in some["temperature_0"] and "equal_to_plain" not in some["temperature_0"]
+
+
+def test_warming_up_stays_inside_the_drafters_cache(parts):
+    config, models = parts
+    evaluator = evaluate.evaluator_of(config, models.target)
+    evaluator.config = load(DEMO, ["evaluate.new_tokens=1"]).evaluate  # fewer than a block
+    proposer = evaluator.proposer(models.drafter)
+    evaluator._warm_up(proposer, evaluator._tokens(), evaluator.samplers())
+    evaluator.config = load(DEMO, ["evaluate.new_tokens=2"]).evaluate
+    evaluator._warm_up(evaluator.proposer(models.drafter), evaluator._tokens(), evaluator.samplers())
+
+
+def test_figures_of_nothing_are_null_in_the_file(parts, tmp_path):
+    config, models = parts
+    one = load(DEMO, [f"evaluate.prompts={config.evaluate.prompts}", "evaluate.new_tokens=1", "drafter.block_size=4"])
+    assert evaluate.evaluate_drafter(one, models, name="short", json=tmp_path / "short.json") == 0
+    text = (tmp_path / "short.json").read_text()
+    assert "NaN" not in text and json.loads(text)["drafter"]["temperature_0"]["tau"] is None  # no round, no tau
+
+
+def test_a_prompt_beyond_the_targets_positions_is_refused(parts):
+    config, models = parts
+    most = models.target.config.max_position_embeddings
+    fits = load(DEMO, [f"evaluate.prompts={config.evaluate.prompts}", f"evaluate.new_tokens={most - 34}"])
+    evaluate.evaluator_of(fits, models.target)
+    beyond = load(DEMO, [f"evaluate.prompts={config.evaluate.prompts}", f"evaluate.new_tokens={most - 33}"])
+    with pytest.raises(
+        TrainerError, match=f"prompt 4, counted from 0, has 34 tokens, .* exceed the target's {most} positions"
+    ):
+        evaluate.evaluator_of(beyond, models.target)
+
+
+def test_figures_that_cannot_be_written_are_told_before_measuring(parts, tmp_path, capsys):
+    config, models = parts
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainerError, match=r"cannot be written .*--json"):
+        evaluate.evaluate_drafter(config, models, name="step 6", json=tmp_path / "file" / "figures.json")
+    assert capsys.readouterr().out == ""
 
 
 def test_texts_end_where_the_model_says(parts):
