@@ -143,6 +143,8 @@ def read_state(path: Path, config: Config, *, ignore: tuple[str, ...] = ()) -> S
     """Raises TrainerError if it is damaged, or was written under settings other than `config`'s."""
     try:
         state = State(**json.loads((path / "state.json").read_text()))
+        if not isinstance(state.settings, dict):
+            raise ValueError("state.json has no settings")
     except (OSError, ValueError, TypeError) as error:
         raise TrainerError(f"{path}: not a readable checkpoint ({error})") from None
     wanted = settings_of(config)
@@ -153,6 +155,17 @@ def read_state(path: Path, config: Config, *, ignore: tuple[str, ...] = ()) -> S
                 "use the same settings, or another run directory"
             )
     return state
+
+
+def variant_of(path: Path, config: Config) -> Config:
+    """Of several drafters, the configuration of the one whose checkpoint this is: its folder has the name."""
+    names = {variant.name: variant.config for variant in config.variants}
+    found = next((names[part.name] for part in path.resolve().parents if part.name in names), None)
+    if names and found is None:
+        raise TrainerError(
+            f"{path}: which of the drafters {', '.join(names)} is this of? Checkpoints lie in drafters/NAME/checkpoints"
+        )
+    return found or config
 
 
 def load(path: Path, optimizer: Optimizer) -> None:

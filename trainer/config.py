@@ -151,7 +151,7 @@ class Config:
     activation_checkpointing: bool = False
     spike: float = setting(4.0, least=0)  # times the median of the last losses stops the run; 0 is off
     compile: str = setting("auto", among=("auto", "on", "off"))  # the head's arithmetic; auto: on a GPU
-    threads: int = setting(0, least=0)  # of torch on the CPU; 0 leaves torch's own choice
+    threads: int = setting(0, least=0, most=4096)  # of torch on the CPU; 0 leaves torch's own choice
     print_every: int = setting(50, least=1)  # steps
 
     @property
@@ -242,8 +242,15 @@ def check_together(config: Config, problem: Problem) -> None:
             "data.rows_per_step",
             f"must be a multiple of {plan.parts}, the parts of a step: micro_batches for each of the ranks that train",
         )
-    if config.variants and config.topology.mode != "split":
+    topology, usual = config.topology, TopologyConfig()
+    if config.variants and topology.mode != "split":
         problem("topology.mode", "must be split, where `drafters` lists several")
+    elif topology.mode == "split" and topology.ranks != usual.ranks:
+        problem("topology.ranks", "is of colocated; with split, give topology.targets and topology.drafters")
+    elif topology.mode == "colocated" and (topology.targets, topology.drafters) != (usual.targets, usual.drafters):
+        problem("topology.mode", "is colocated, to which targets and drafters say nothing: set it to split")
+    elif config.variants and topology.drafters != usual.drafters:
+        problem("topology.drafters", "says nothing where `drafters` lists several, each with its ranks")
     if config.variants and config.checkpoint.keep < 2:
         problem("checkpoint.keep", "must be at least 2 for several drafters, which resume from one step that all have")
     drafter, loss, device = config.drafter, config.loss, config.device

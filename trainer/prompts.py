@@ -2,7 +2,7 @@
 
     tokens      a list of token ids
     messages    OpenAI's [{role, content, …}], in the target's chat template with a generation prompt; assistant turns
-                at the end are what is to be generated, and are left out
+                at the end are what is to be generated, and are left out; `tools` may stand beside it
     prompt      a text: what a user says, if the target's tokenizer has a chat template; else the beginning of a text
 `domain` may stand beside it: results are given for each domain too.
 """
@@ -104,10 +104,12 @@ def _tokens(record: dict, tokenizer: Callable[[], Any] | None, template: Mapping
             except Exception as error:  # such as for half a surrogate pair, which JSON can escape
                 raise _Wrong(f"is refused by the tokenizer ({' '.join(str(error).split())[:200]})") from None
         value = [{"role": "user", "content": value}]
-    return _rendered(value, tokenizer(), template)
+    return _rendered(value, tokenizer(), template, record.get("tools"))
 
 
-def _rendered(messages: Any, tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
+def _rendered(messages: Any, tokenizer: Any, template: Mapping[str, Any], tools: Any) -> list[int]:
+    if not isinstance(tools, list | None):
+        raise _Wrong("has tools that are no list")
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
@@ -119,7 +121,9 @@ def _rendered(messages: Any, tokenizer: Any, template: Mapping[str, Any]) -> lis
     if not tokenizer.chat_template:
         raise _Wrong("has messages, but the target's tokenizer has no chat template; give tokens")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **template
+        )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # a template is a program of somebody else's
         raise _Wrong(f"is refused by the chat template ({' '.join(str(error).split())[:200]})") from None

@@ -173,9 +173,10 @@ def test_damaged_and_foreign_ones_are_refused_in_a_sentence(tmp_path):
     with pytest.raises(TrainerError, match="cannot be loaded") as error:
         checkpoint.load(path, optimizer)
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
-    (path / "state.json").write_text(json.dumps({"step": 1}))
-    with pytest.raises(TrainerError, match="not a readable checkpoint"):
-        checkpoint.read_state(path, config)
+    for content in ({"step": 1}, {"step": 1, "settings": None, "seconds": 1.0}):
+        (path / "state.json").write_text(json.dumps(content))
+        with pytest.raises(TrainerError, match="not a readable checkpoint"):
+            checkpoint.read_state(path, config)
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])

@@ -70,6 +70,15 @@ def test_a_text_begins_with_one_begin_token(tmp_path):
     assert text_of(without.tokens) == text_of(with_begin.tokens) == "quiet hello there"
 
 
+def test_tools_stand_in_the_prompt(tmp_path):
+    template = "{% if tools %}{{ tools[0]['name'] }} {% endif %}" + TEMPLATE
+    message = {"messages": [{"role": "user", "content": "hello"}]}
+    (prompt,) = prompts_in(tmp_path / "prompts", [{**message, "tools": [{"name": "there"}]}], template)
+    assert text_of(prompt.tokens) == "there [ user ] hello [ assistant ]"
+    with pytest.raises(TrainerError, match="tools that are no list"):
+        prompts_in(tmp_path / "prompts", [{**message, "tools": "there"}], template)
+
+
 def test_half_a_character_is_told(tmp_path):
     with pytest.raises(TrainerError, match="prompt 0 is refused by the tokenizer"):
         prompts_in(tmp_path / "prompts", '[{"prompt": "\\ud800"}]', None)

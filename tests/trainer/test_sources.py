@@ -266,6 +266,17 @@ def test_an_unreadable_file_stops_at_once(tmp_path, cut):
             load(tmp_path / name, share=1)
 
 
+def test_files_that_are_named_twice_are_told(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"input_ids": [1, 2], "loss_mask": [1, 1]}')
+    either = {"tokenizer": lambda: None, "vocabulary": 9, "template": {}, "broken_share": 0.0}
+    documents, report = sources.load_documents([tmp_path / "*.jsonl", tmp_path / "b.jsonl"], **either)
+    assert len(documents) == 3
+    (warning,) = report.warnings()
+    assert warning.startswith(f"data.paths names {tmp_path / 'b.jsonl'} more than once (1 such files)")
+    assert sources.load_documents([tmp_path / "*.jsonl"], **either)[1].warnings() == []
+
+
 def test_names_that_mean_nothing(tmp_path):
     with pytest.raises(TrainerError, match="names no file"):
         load(tmp_path / "*.jsonl")

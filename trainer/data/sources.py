@@ -46,10 +46,16 @@ class Report:
     turns_left_out: int  # assistant turns that serving, by the template, would not have generated: no loss on them
     broken: Mapping[str, int]  # records skipped, by reason
     examples: tuple[str, ...]  # the first of them: file, line, reason
+    repeated: tuple[str, ...] = ()  # files that were named more than once
 
     def warnings(self) -> list[str]:
         """Sentences for the user, none where all is well."""
         said = []
+        if self.repeated:
+            said.append(
+                f"data.paths names {self.repeated[0]} more than once ({len(self.repeated)} such files); "
+                "its documents are trained on as often"
+            )
         if self.broken:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.broken.items())
             said.append(f"skipped {sum(self.broken.values())} of {self.records} records: {reasons}")
@@ -133,6 +139,7 @@ def load_documents(
         turns_left_out=reader.turns_left_out,
         broken=dict(tally.broken.most_common()),
         examples=tuple(tally.examples),
+        repeated=tuple(str(path) for path, count in Counter(files).items() if count > 1),
     )
 
 
