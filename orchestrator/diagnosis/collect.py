@@ -60,8 +60,10 @@ def _of_file(path: str, name: str, causes: Sequence[Cause]) -> Facts:
 def of_run(session: Session, run: str, causes: Sequence[Cause] = CAUSES, *, stacks: bool = False) -> Facts:
     """The facts of a run, collected at the place: only what was found travels."""
     arguments = {**request(causes), "run": run, "stacks": stacks}
+    sent = time.time()
     reply = session.call("evidence", arguments, timeout=90.0)
-    return reading.facts(reply.data, session.place.name, session.hello.host, session.hello.container, _skew(session))
+    skew = clock_skew(reply.data.get("time"), sent, time.time())
+    return reading.facts(reply.data, session.place.name, session.hello.host, session.hello.container, skew)
 
 
 def diagnose_at(
@@ -133,10 +135,12 @@ def _recipe_rules(session: Session, run: str) -> Sequence[Any]:
     return [rule for rule in rules or () if isinstance(rule, dict) and user_rules.usable(rule)]
 
 
-def _skew(session: Session) -> float | None:
-    """Seconds that the place is ahead; None unless it is more than what the way there explains."""
-    there = session.hello.container.get("time")
-    return None if not isinstance(there, (int, float)) else float(there) - time.time()
+def clock_skew(there: object, sent: float, received: float) -> float | None:
+    """Seconds that the place is ahead, by the time it told in an answer to a question that was sent and answered at
+    these times here; 0 if its time lies between them, None if it told none."""
+    if not isinstance(there, (int, float)):
+        return None
+    return min(0.0, there - sent) + max(0.0, there - received)
 
 
 def fill(text: str, facts: Facts, recipe: str = "") -> str:

@@ -17,7 +17,7 @@ from orchestrator.run import RunStatus
 from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines
 from orchestrator.view.text import duration, number, printable, rate, size
 
-_LAST_LINES, _LAST_LINES_OF_A_FAILURE = 12, 60
+_LAST_LINES, _LAST_LINES_OF_A_FAILURE = 24, 60
 _LONGEST_PARTIAL = 64 << 10  # bytes kept of a line that does not end
 _PLAIN_EVERY = 10.0  # seconds between lines where nothing can be overwritten
 
@@ -172,6 +172,9 @@ def summary(console: Console, status: RunStatus, log: bytes) -> None:
     why = status.why or ("" if status.phase == "finished" else plain(str((status.exit or {}).get("reason") or "")))
     if why:
         head.append(f": {why}")
-    for line in log_lines(log)[-(_LAST_LINES if status.phase == "finished" else _LAST_LINES_OF_A_FAILURE) :]:
-        console.print(Text(f"  {line}", style="" if status.phase != "stopped" else "dim"), soft_wrap=True)
+    lines = log_lines(log)[-(_LAST_LINES if status.phase == "finished" else _LAST_LINES_OF_A_FAILURE) :]
+    # a table made for this width would break when it is set in
+    indent = "  " if max(map(len, lines), default=0) + 2 <= console.width else ""
+    for line in lines:
+        console.print(Text(f"{indent}{line}", style="" if status.phase != "stopped" else "dim"), soft_wrap=True)
     console.print(head, soft_wrap=True)

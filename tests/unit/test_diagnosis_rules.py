@@ -180,3 +180,25 @@ def test_a_cause_anywhere_in_a_large_log_with_echoes_after_it(tmp_path, share):
 def test_a_log_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         collect.of_file(str(tmp_path / "none.log"))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "unknown setting `stepz`: did you mean `steps`?",
+        "`evaluate.every` needs `evaluate.prompts`",
+        "`data.paths` names no file: /nope",
+        "`device` cpu has no backward of flex attention; set `attention: dense`",
+        "evaluate: expected settings below it, one a line",
+    ],
+)
+@pytest.mark.parametrize("where", ["/var/lib/orch/runs/demo-1/trainer.yaml:41", "--set"])
+def test_every_mistake_in_the_trainers_configuration_is_one(of_text, where, mistake):
+    assert of_text(f"{where}: {mistake}\n", **ended(code=2)).cause == "usage-error"
+
+
+def test_a_place_is_ahead_only_by_what_the_way_there_does_not_explain():
+    assert collect.clock_skew(105.0, 100.0, 110.0) == 0
+    assert collect.clock_skew(60.0, 100.0, 110.0) == -40
+    assert collect.clock_skew(160.0, 100.0, 110.0) == 50
+    assert collect.clock_skew(None, 100.0, 110.0) is None

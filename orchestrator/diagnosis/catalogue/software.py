@@ -90,8 +90,8 @@ CAUSES = (
                 ),
             ),
             line(
-                ("unknown setting `", "` must be", "` is missing"),
-                r"^\S+: (?:unknown setting `|`[\w.]+` (?:must be|is missing))",
+                (": unknown setting `", ": `", "settings below it"),  # of the bundled trainer's configuration
+                r"^(?:\S+\.ya?ml:\d+|--set): (?:unknown setting `|`[\w.]+` |[\w.]+: expected settings|not YAML: )",
             ),
             line("TrainerError", r"^(?:[\w.]+\.)?TrainerError: "),
         ),
