@@ -116,6 +116,8 @@ class Reader:
         return None
 
     def section(self, kind: type, node: yaml.Node, prefix: str) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null"):  # as good as left out
+            node = yaml.MappingNode("tag:yaml.org,2002:map", [], node.start_mark, node.end_mark)
         if not isinstance(node, yaml.MappingNode):
             return self.problem(node, f"{prefix.rstrip('.')}: expected settings below it, one a line")
         fields = {item.name: item for item in dataclasses.fields(kind) if "key" not in item.metadata}

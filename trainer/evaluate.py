@@ -261,6 +261,7 @@ def evaluate_checkpoint(
     if config.threads:
         torch.set_num_threads(config.threads)
     if checkpoint is not None:
+        config = checkpoints.variant_of(checkpoint, config)
         state = checkpoints.read_state(checkpoint, config, ignore=("seed", "steps", "optimizer", "ema"))
     models = build(config, choose_device(config))
     if checkpoint is not None:

@@ -96,6 +96,7 @@ def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, me
     if world.device.type == "cuda" or compiles(config, world.device):
         seal()
     world.barrier()  # the first collective comes after everything has been compiled everywhere
+    warming.tidy(run_dir)
     size = sum(parameter.numel() for parameter in models.drafter.parameters())
     say(
         f"drafter of {size / 1e6:.2f} M parameters, blocks of {config.drafter.block_size}; "

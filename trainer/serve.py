@@ -22,6 +22,7 @@ def serve(config: Config, world: World, *, run_dir: Path) -> int:
     if world.device.type == "cuda":
         warmup.seal()
     world.barrier()
+    warming.tidy(run_dir)
     sender = Sender(world, parcel)
     assessor = Assessor(world, target, [v.config for v in config.variants] or [config], documents)
     plan, draws = config.plan, config.data.anchor_draws

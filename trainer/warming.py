@@ -1,6 +1,8 @@
 """What a rank warms: one micro-batch of the very shapes that it will use, made up."""
 
+import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +83,14 @@ def _folder(run_dir: Path) -> Path:
     return run_dir / "warm" / f"{launcher}-{born}"
 
 
+def tidy(run_dir: Path) -> None:
+    """When all ranks are warm, one at each machine removes what they told each other by."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        shutil.rmtree(_folder(run_dir), ignore_errors=True)
+        with contextlib.suppress(OSError):  # an earlier attempt that was killed has left its own
+            (run_dir / "warm").rmdir()
+
+
 def warm_all(config: Config, device: torch.device, run_dir: Path) -> int:
     """`trainer warmup`: all that any rank of this kind of GPU will compile, one after the other; -> the exit code."""
     plan = config.plan
@@ -101,6 +111,7 @@ def warm_all(config: Config, device: torch.device, run_dir: Path) -> int:
             print(f"  {layer}: {evidence_line(found)}")
         del models, optimizer
     warmup.seal()
+    tidy(run_dir)
     return 0
 
 

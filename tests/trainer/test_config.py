@@ -122,6 +122,12 @@ TOGETHER = {  # overrides of LEAST -> the setting that is called wrong, and what
     ("evaluate.every=5",): ("evaluate.every", "needs `evaluate.prompts`"),
     ("data.rows_per_step=6", "data.micro_batches=4"): ("data.rows_per_step", "must be a multiple of 4"),
     ("data.row_length=128", "drafter.block_size=129"): ("drafter.block_size", r"is larger than a row \(128 tokens\)"),
+    ("topology.targets=5",): ("topology.mode", "is colocated, to which targets and drafters say nothing"),
+    ("topology.mode=split", "topology.ranks=3"): ("topology.ranks", "is of colocated"),
+    ("topology.mode=split", "topology.drafters=2", "drafters=[{name: a}, {name: b}]"): (
+        "topology.drafters",
+        "says nothing where `drafters` lists several",
+    ),
     ("drafter.target_layers=[1, 2, 1]",): ("drafter.target_layers", "names a layer twice"),
     ("drafter.sliding_layers=[5]", "drafter.sliding_window=64"): (
         "drafter.sliding_layers",
@@ -288,3 +294,9 @@ def test_help_does_not_import_torch():
     code = "import sys; from trainer.cli import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
     assert run("-c", code).returncode == 0
     assert "evaluate" in run("-m", "trainer", "--help").stdout
+
+
+def test_a_section_of_null_is_as_good_as_left_out(least):
+    assert load(least, ["evaluate=null", "loss=null"]) == load(least)
+    (line,) = problems(least, "drafter=null")
+    assert "`drafter.mask_token` is missing" in line

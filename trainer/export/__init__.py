@@ -20,9 +20,10 @@ LAYOUTS = {"zlab": zlab, "speculators": speculators}
 def export_checkpoint(config: Config, *, checkpoint: Path, to: Path, layout: str, overwrite: bool = False) -> int:
     """`trainer export`: a checkpoint of `config`'s run -> the exit code."""
     from trainer import models
-    from trainer.checkpoint import load_drafter, read_state
+    from trainer.checkpoint import load_drafter, read_state, variant_of
     from trainer.target import choose_dtype
 
+    config = variant_of(checkpoint, config)
     read_state(checkpoint, config, ignore=("seed", "steps"))
     device = models.choose_device(config)
     target = models.load_target(config, device)
