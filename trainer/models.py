@@ -38,6 +38,8 @@ def choose_device(config: Config) -> torch.device:
     if name == "cuda":  # one of several ranks on this machine takes the card of its number
         name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     device = torch.device(name)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise TrainerError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices here, counted from 0")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

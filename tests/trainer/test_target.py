@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainer import attention, target
-from trainer.config import DrafterConfig
+from trainer.config import Config, DataConfig, DrafterConfig, TargetConfig
 from trainer.errors import TrainerError
-from trainer.models import shape_of, spread_layers
+from trainer.models import captured_layers, choose_device, shape_of, spread_layers
 from trainer.target import Target
 from trainer.vocabulary import load_vocabulary
 
@@ -232,3 +233,18 @@ def test_a_target_that_scales_caps_or_shifts_its_logits_is_refused(tmp_path):
     unlike = of("Starcoder2")
     with pytest.raises(TrainerError, match="no rms_norm_eps"):
         shape_of(DrafterConfig(mask_token=3, target_layers=(1, 2)), load(unlike).config)
+
+
+def test_a_gpu_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    target, data = TargetConfig(path=Path()), DataConfig(paths=())
+    config = Config(name="a", target=target, data=data, drafter=DrafterConfig(mask_token=1), steps=1, device="cuda:2")
+    with pytest.raises(TrainerError, match="device cuda:2: there are 2 CUDA devices here"):
+        choose_device(config)
+
+
+def test_layers_that_are_spread_over_too_few_are_refused():
+    shallow = transformers.Qwen3Config(num_hidden_layers=3)
+    with pytest.raises(TrainerError, match="too few to spread 2 features over"):  # they would be 1 and 0
+        captured_layers(DrafterConfig(mask_token=1, features=2), shallow)
