@@ -1,5 +1,6 @@
 """Configuration: every mistake at once, each with its line."""
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer import cli
 from trainer.config import ConfigError, load
 
 DEMO = Path(__file__).parents[2] / "trainer" / "configs" / "demo.yaml"
@@ -288,6 +290,14 @@ def test_a_run_directory_that_cannot_be_made_is_told_at_once(tmp_path):
     )
     assert result.returncode == 1 and "torch" not in result.stderr
     assert result.stderr.startswith("error: ") and "cannot be made" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_half_a_character_of_the_data_can_be_printed(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
+    monkeypatch.setattr(cli, "run", lambda *_: print("a role \ud800") or 0)
+    assert cli.main(["train", str(DEMO)]) == 0
+    assert written.getvalue() == b"a role \\ud800\n"
 
 
 def test_help_does_not_import_torch():
