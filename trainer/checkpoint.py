@@ -32,6 +32,7 @@ from trainer.config import Config
 from trainer.drafter import Drafter
 from trainer.errors import TrainerError
 from trainer.optimizer import Optimizer
+from trainer.vocabulary import Vocabulary
 
 MARGIN = 64 << 20  # bytes that stay free beside a checkpoint
 
@@ -43,6 +44,7 @@ class State:
     seconds: float  # spent training, over all attempts
     start: dict[str, Any] = field(default_factory=dict)  # the evaluation before training
     losses: list[float] = field(default_factory=list)  # of the last steps, against which a spike is seen
+    target: str = ""  # fingerprint of the target that it was trained for
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -155,6 +157,15 @@ def read_state(path: Path, config: Config, *, ignore: tuple[str, ...] = ()) -> S
                 "use the same settings, or another run directory"
             )
     return state
+
+
+def check_target(path: Path, state: State, vocabulary: Vocabulary) -> None:
+    """Raises TrainerError if the checkpoint was trained for another target, which it would draft for badly."""
+    if state.target and state.target != vocabulary.fingerprint():
+        raise TrainerError(
+            f"{path}: was trained for another target than the one of target.path, though of the same shape; "
+            "use that one, or another run directory"
+        )
 
 
 def variant_of(path: Path, config: Config) -> Config:

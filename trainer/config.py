@@ -181,6 +181,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         check_together(config, reader.problem_of)
         for variant in config.variants:
             check_together(variant.config, reader.problem_of)
+        if len({(v.config.drafter.target_layers, v.config.drafter.features) for v in config.variants}) > 1:
+            reader.problem_of("drafter.target_layers", "must be the same for all of `drafters`: one stream feeds them")
     reader.raise_problems()
     return config
 

@@ -265,6 +265,7 @@ def evaluate_checkpoint(
         state = checkpoints.read_state(checkpoint, config, ignore=("seed", "steps", "optimizer", "ema"))
     models = build(config, choose_device(config))
     if checkpoint is not None:
+        checkpoints.check_target(checkpoint, state, models.vocabulary)
         checkpoints.load_drafter(checkpoint, models.drafter)
         return evaluate_drafter(config, models, name=f"step {state.step}", json=json)
     from trainer.export import load_into

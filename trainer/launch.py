@@ -21,10 +21,15 @@ def under_torchrun() -> bool:
 
 def own_ranks(world: int, environment: dict[str, str]) -> int:
     """How many of the ranks this machine starts. Raises TrainerError."""
-    nodes, node = int(environment.get("ORCH_NODES", "1")), int(environment.get("ORCH_NODE_RANK", "0"))
+    nodes, node = _number("ORCH_NODES", 1, environment), _number("ORCH_NODE_RANK", 0, environment)
+    if nodes < 1 or node >= nodes:
+        raise TrainerError(
+            f"ORCH_NODES {nodes} and ORCH_NODE_RANK {node}: machines are numbered from 0, below their count"
+        )
     if "ORCH_RANKS" in environment:
-        shares = [int(share) for share in environment["ORCH_RANKS"].split(",")]
-        if len(shares) != nodes or sum(shares) != world:
+        words = environment["ORCH_RANKS"].split(",")
+        shares = [int(word) for word in words if word.strip().isdigit()]
+        if len(shares) != len(words) or len(shares) != nodes or sum(shares) != world or 0 in shares:
             raise TrainerError(
                 f"ORCH_RANKS {environment['ORCH_RANKS']} does not deal {world} ranks out to {nodes} machines"
             )
@@ -32,6 +37,13 @@ def own_ranks(world: int, environment: dict[str, str]) -> int:
     if world % nodes:
         raise TrainerError(f"{world} ranks are no equal shares on {nodes} machines; set ORCH_RANKS, such as 5,3")
     return world // nodes
+
+
+def _number(name: str, default: int, environment: dict[str, str]) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdigit():
+        raise TrainerError(f"{name} must be a whole number, not `{text}`")
+    return int(text)
 
 
 def command(topology: Topology, arguments: list[str], environment: dict[str, str]) -> list[str]:

@@ -225,6 +225,7 @@ class _Run:
         step = self.world.agree(sorted(found))
         if step and self.world.leads:
             state = checkpoint.read_state(found[step], self.config)
+            checkpoint.check_target(found[step], state, self.models.vocabulary)
             checkpoint.load(found[step], self.optimizer)
             self.start, self.earlier_seconds, self.losses = state.start, state.seconds, state.losses
             self.say(f"resuming after step {step} from {found[step]}")
@@ -243,6 +244,7 @@ class _Run:
             seconds=self.seconds,
             start=self.start,
             losses=self.losses,
+            target=self.models.vocabulary.fingerprint(),
         )
         if not self.world.leads:
             return self.folder / f"step-{self.step:06d}"

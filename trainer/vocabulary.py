@@ -1,5 +1,6 @@
 """The ends of a target: its embedding, final norm and head. All that a rank needs of it that only trains a drafter."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,14 @@ class Vocabulary:
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    def fingerprint(self) -> str:
+        """By which a target is known again, in whatever precision it is loaded: some of its numbers, in bf16."""
+        digest = hashlib.sha256()
+        for tensor in (self.final_norm, self.embedding, self.head):
+            some = tensor[:: max(1, len(tensor) // 64)].detach().to("cpu", torch.bfloat16).contiguous()
+            digest.update(some.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 def load_vocabulary(path: Path, *, dtype: torch.dtype, device: torch.device) -> Vocabulary:

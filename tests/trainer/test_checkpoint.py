@@ -18,6 +18,7 @@ from trainer.checkpoint import Saver, State, checkpoints
 from trainer.config import OptimizerConfig, load
 from trainer.errors import TrainerError
 from trainer.optimizer import Optimizer
+from trainer.vocabulary import load_vocabulary
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "trainer" / "configs" / "demo.yaml"
@@ -228,3 +229,16 @@ def test_another_number_of_processes_reads_it(tmp_path, written_by, read_by):
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("read") == (count if what == "read" else 0)
+
+
+def test_a_checkpoint_knows_its_target_in_any_precision(small_target, tmp_path):
+    cpu = torch.device("cpu")
+    path = small_target()
+    of = {dtype: load_vocabulary(path, dtype=dtype, device=cpu) for dtype in (torch.float32, torch.bfloat16)}
+    assert of[torch.float32].fingerprint() == of[torch.bfloat16].fingerprint()
+    known = dataclasses.replace(state(3), target=of[torch.float32].fingerprint())
+    checkpoint.check_target(tmp_path, known, of[torch.bfloat16])
+    other = load_vocabulary(small_target(seed=1), dtype=torch.float32, device=cpu)
+    with pytest.raises(TrainerError, match="was trained for another target"):
+        checkpoint.check_target(tmp_path, known, other)
+    checkpoint.check_target(tmp_path, state(3), other)  # one that does not say

@@ -124,6 +124,10 @@ TOGETHER = {  # overrides of LEAST -> the setting that is called wrong, and what
     ("evaluate.every=5",): ("evaluate.every", "needs `evaluate.prompts`"),
     ("data.rows_per_step=6", "data.micro_batches=4"): ("data.rows_per_step", "must be a multiple of 4"),
     ("data.row_length=128", "drafter.block_size=129"): ("drafter.block_size", r"is larger than a row \(128 tokens\)"),
+    ("topology.mode=split", "drafters=[{name: a}, {name: b, drafter: {target_layers: [0]}}]"): (
+        "drafter.target_layers",
+        "must be the same for all of `drafters`",
+    ),
     ("topology.targets=5",): ("topology.mode", "is colocated, to which targets and drafters say nothing"),
     ("topology.mode=split", "topology.ranks=3"): ("topology.ranks", "is of colocated"),
     ("topology.mode=split", "topology.drafters=2", "drafters=[{name: a}, {name: b}]"): (

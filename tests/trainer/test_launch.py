@@ -105,3 +105,19 @@ def test_the_command_hands_on_its_own_words(monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         cli.main(words)
     assert became.arguments == words
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"ORCH_NODES": "x"}, "ORCH_NODES must be a whole number, not `x`"),
+        ({"ORCH_NODES": "0"}, "numbered from 0"),
+        ({"ORCH_NODES": "2", "ORCH_NODE_RANK": "5", "ORCH_RANKS": "1,1"}, "numbered from 0"),
+        ({"ORCH_NODES": "2", "ORCH_RANKS": "a,b"}, "does not deal 2 ranks out"),
+        ({"ORCH_NODES": "2", "ORCH_RANKS": "3,-1"}, "does not deal 2 ranks out"),
+        ({"ORCH_NODES": "2", "ORCH_RANKS": "2,0"}, "does not deal 2 ranks out"),
+    ],
+)
+def test_what_the_launcher_is_told_wrong_is_one_sentence(environment, said):
+    with pytest.raises(TrainerError, match=said):
+        launch.own_ranks(2, environment)

@@ -20,13 +20,14 @@ LAYOUTS = {"zlab": zlab, "speculators": speculators}
 def export_checkpoint(config: Config, *, checkpoint: Path, to: Path, layout: str, overwrite: bool = False) -> int:
     """`trainer export`: a checkpoint of `config`'s run -> the exit code."""
     from trainer import models
-    from trainer.checkpoint import load_drafter, read_state, variant_of
+    from trainer.checkpoint import check_target, load_drafter, read_state, variant_of
     from trainer.target import choose_dtype
 
     config = variant_of(checkpoint, config)
-    read_state(checkpoint, config, ignore=("seed", "steps"))
+    state = read_state(checkpoint, config, ignore=("seed", "steps"))
     device = models.choose_device(config)
     target = models.load_target(config, device)
+    check_target(checkpoint, state, target.vocabulary)
     drafter = Drafter(models.shape_of(config.drafter, target.config)).to(device, choose_dtype(config.dtype, device))
     load_drafter(checkpoint, drafter)
     for line in export(config, target, drafter, to=to, layout=layout, overwrite=overwrite):
