@@ -35,7 +35,7 @@ TARGETS = {
 }
 DRAFTERS = {
     "qwen3": ("qwen3", {"block_size": 4, "layers": 2}),
-    "llama": ("llama", {"block_size": 8, "target_layers": (3, 0, 2)}),
+    "llama": ("llama", {"block_size": 8, "target_layers": (0, 2, 3)}),
     "sliding": ("qwen3", {"block_size": 4, "layers": 2, "sliding_window": 7, "sliding_layers": (0,)}),
     "sliding-open": ("llama", {"block_size": 4, "layers": 2, "sliding_window": 9, "sliding_causal": False}),
     "causal": ("qwen3", {"block_size": 5, "layers": 2, "causal": True, "heads": 2, "kv_heads": 1}),
