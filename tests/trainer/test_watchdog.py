@@ -278,13 +278,6 @@ def test_a_rank_whose_companion_was_killed_ends_and_says_so(job):
     assert "rank 0 at place0 lost its watchdog" in job.ended(1)[0]
 
 
-def test_a_rank_that_is_killed_before_it_has_torch_is_named(job):
-    job.start("guarded", "hangs")
-    os.kill(job.pids[0], signal.SIGKILL)
-    assert "rank 0 at place0 ended before it met the others" in job.ended(1)[0]
-    assert "rank 0 at place0 ended before it met the others" in job.said(0)
-
-
 def test_a_rank_that_the_launcher_ends_before_it_has_torch_is_not_to_blame(job):
     job.start("guarded", "hangs").go(0)
     os.killpg(job.pids[0], signal.SIGTERM)  # as torchrun does
