@@ -41,7 +41,7 @@ SetOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(short_help="Build the environment, stage code, start, and follow.")
 def launch(
     recipe: Annotated[str, typer.Argument(help="The recipe to launch: a name under recipes/.")],
     place: PlaceOption = None,
@@ -61,7 +61,7 @@ def launch(
     )
 
 
-@app.command()
+@app.command(short_help="Say what a launch would do; change nothing.")
 def plan(
     recipe: Annotated[str, typer.Argument(help="The recipe.")],
     place: PlaceOption = None,
@@ -74,7 +74,7 @@ def plan(
     plan_command(recipe, place, set_ or [], json=json)
 
 
-@app.command()
+@app.command(short_help="Show runs, GPUs and log tails, at every place at once.")
 def status(
     run: RunArgument = None,
     place: PlaceOption = None,
@@ -105,7 +105,7 @@ def logs(
     logs_command(run, place, follow=follow, tail=tail, pane=pane, explain=explain)
 
 
-@app.command()
+@app.command(short_help="Say what went wrong with a run, and what to do.")
 def diagnose(
     run: OneRunArgument = None,
     place: PlaceOption = None,
@@ -123,7 +123,7 @@ def diagnose(
     diagnose_command(run, place, log=log, list_=list_, stacks=stacks, explain=explain, json=json)
 
 
-@app.command()
+@app.command(short_help="Try what can go wrong with an environment's torch.")
 def probe(
     place: Annotated[str | None, typer.Argument(metavar="PLACE", help="HOST or HOST/CONTAINER.")] = None,
     env: Annotated[
@@ -142,7 +142,7 @@ def probe(
     probe_command(place, env=env, python=python, json=json, explain=explain)
 
 
-@app.command()
+@app.command(short_help="Enter the run's tmux session.")
 def attach(run: OneRunArgument = None, place: PlaceOption = None, explain: ExplainOption = False) -> None:
     """Enter the run's tmux session. Leave it with Ctrl-b d; the run goes on."""
     from orchestrator.cli.attach import attach_command
@@ -150,7 +150,7 @@ def attach(run: OneRunArgument = None, place: PlaceOption = None, explain: Expla
     attach_command(run, place, explain=explain)
 
 
-@app.command()
+@app.command(short_help="Stop a run, with all of its processes.")
 def stop(
     run: Annotated[str, typer.Argument(help="As for status.")],
     place: PlaceOption = None,
@@ -164,7 +164,10 @@ def stop(
     stop_command(run, place, kill=kill, json=json, explain=explain)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    short_help="Run a command at a place: orch exec PLACE -- CMD…",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def exec(
     context: typer.Context,
     place: Annotated[str, typer.Argument(help="HOST or HOST/CONTAINER.")],
@@ -195,7 +198,7 @@ def trust(
 app.add_typer(env_app)
 
 
-@app.command("rollback-env")
+@app.command("rollback-env", short_help="Go back to the last generation that worked.")
 def rollback_env(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="The latest launch's when left out.")] = None,
     place: Annotated[str | None, typer.Argument(metavar="PLACE", help="HOST or HOST/CONTAINER.")] = None,

@@ -72,3 +72,9 @@ def test_attaching_to_a_session_that_is_gone_names_the_next_command():
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
     assert done.returncode == 1
     assert done.stderr == "orch: its tmux session is gone; the log is not\n  try: orch logs gone-1\n"
+
+
+def test_the_list_of_commands_cuts_no_sentence():
+    shown = orch("--help", COLUMNS="80").stdout
+    assert "launch" in shown
+    assert "..." not in shown
