@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -96,11 +96,12 @@ class Session:
         chunks: Iterable[bytes],
         timeout: float = 60.0,
         on_event: OnEvent | None = None,
+        payload: bytes = b"",
     ) -> Reply:
         """A request with a stream behind it. `timeout` is seconds of silence. An answer that comes before the end
         of the stream ends the sending. Raises what `call` raises."""
         number = self._next()
-        self._send({"id": number, "op": op, "args": args, "upload": True})
+        self._send({"id": number, "op": op, "args": args, "upload": True}, payload)
         early: Reply | None = None
         try:
             for chunk in chunks:
@@ -116,6 +117,30 @@ class Session:
         reply = self._answer(number, op, time.monotonic() + timeout, timeout, on_event, idle=False)
         assert reply is not None
         return reply
+
+    def download(
+        self, op: str, args: dict[str, Any], payload: bytes = b"", timeout: float = 60.0
+    ) -> Generator[bytes, None, Reply]:
+        """A request that is answered with a stream: its parts as they come, and the answer as the generator's own.
+        `timeout` is seconds of silence. Raises what `call` raises. One that is given up before its end closes the
+        session: the place would go on sending."""
+        number = self._next()
+        self._send({"id": number, "op": op, "args": args}, payload)
+        over = False
+        try:
+            while True:
+                parts: list[bytes] = []
+                reply = self._answer(number, op, time.monotonic() + timeout, timeout, None, idle=False, parts=parts)
+                if reply is not None:
+                    over = True
+                    return reply
+                yield parts.pop()
+        except OrchError:
+            over = True
+            raise
+        finally:
+            if not over:
+                self.close()
 
     def _next(self) -> int:
         if self._lost is not None:
@@ -133,9 +158,17 @@ class Session:
             raise self._lose(f"the connection to {self.place.name} is lost ({error.message})") from None
 
     def _answer(
-        self, number: int, op: str, end: float, bound: float, on_event: OnEvent | None, idle: bool
+        self,
+        number: int,
+        op: str,
+        end: float,
+        bound: float,
+        on_event: OnEvent | None,
+        idle: bool,
+        parts: list[bytes] | None = None,
     ) -> Reply | None:
-        """The answer to one request; with `idle`, None where it has not come yet."""
+        """The answer to one request. None where it has not come yet: with `idle` at the time `end`, with `parts` when a
+        part of its stream was put there."""
         while True:
             try:
                 frame = self._incoming.next(max(0.0, end - time.monotonic()))
@@ -154,6 +187,11 @@ class Session:
             header, payload = frame
             if header.get("id") != number:
                 continue  # of a request that was given up
+            if "part" in header:
+                if parts is not None:
+                    parts.append(payload)
+                    return None
+                continue
             if "event" in header:
                 if on_event is not None:
                     on_event(header["event"])
