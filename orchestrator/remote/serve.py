@@ -19,6 +19,9 @@ import traceback
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from . import (
+    cache_care,
+    cache_send,
+    caches,
     codetree,
     environment,
     environment_gc,
@@ -44,7 +47,7 @@ PARTS_AHEAD = 8
 
 
 class ClientGone(Exception):
-    """Stdin ended in the middle of an upload."""
+    """Stdin ended in the middle of an upload, or stdout in the middle of a streamed answer."""
 
 
 class Call:
@@ -75,6 +78,13 @@ class Call:
     def event(self, data: Dict[str, Any]) -> None:
         """Tells the client how it goes, ahead of the answer."""
         self._server.write({"id": self.number, "event": data})
+
+    def part(self, data: bytes) -> None:
+        """Sends a piece of a streamed answer, ahead of the answer itself. It returns when the channel has taken it, so
+        that no more than the channel holds is ever under way. Raises ClientGone."""
+        self._server.write({"id": self.number, "part": True}, data)
+        if self._server.gone.is_set():
+            raise ClientGone()
 
     def parts(self) -> Iterator[bytes]:
         """The upload, piece by piece. Raises ClientGone where the client goes before its end."""
@@ -226,7 +236,7 @@ def tables() -> Dict[str, Op]:
     """Every operation that this program has."""
     ops: Dict[str, Op] = {}
     modules = (codetree, environment, environment_gc, evidence, facts, files, generations, probe, reach, runs)
-    for module in (*modules, torch_probe):
+    for module in (*modules, torch_probe, caches, cache_send, cache_care):
         for name, op in module.OPS.items():
             if name in ops:
                 raise RuntimeError("two operations are called %r" % name)
