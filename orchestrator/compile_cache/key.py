@@ -326,5 +326,7 @@ def predict(
     because = tuple(differences(near.parts, parts))
     if not seeds(near.parts, parts):
         return Prediction(key, parts, "cold", None, None, because, seconds, at)
-    kind = "rebuild" if set(unequal(near.parts, parts)) <= REBUILDING else "cold"
-    return Prediction(key, parts, kind, None, near.name, because, seconds, at)
+    rebuilds = set(unequal(near.parts, parts)) <= REBUILDING
+    # other shapes are other graphs, of which few may be the same: that is not worth bringing a cache along
+    seed = near.name if near.here or rebuilds else None
+    return Prediction(key, parts, "rebuild" if rebuilds else "cold", None, seed, because, seconds, at)

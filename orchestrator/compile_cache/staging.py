@@ -1,0 +1,285 @@
+"""The right cache at a place before its trainer starts, and caches that go from place to place over this machine.
+
+One question says what is there. Where that is what the launch needs, nothing else happens; else what the place lacks
+of a stored snapshot travels in one stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.compile_cache import pack as packs
+from orchestrator.compile_cache.key import KEY, KeyParts, Prediction, Relative, predict, seeds
+from orchestrator.compile_cache.key import differences as key_differences
+from orchestrator.compile_cache.store import Store, Stored
+from orchestrator.environment.sending import on_this_machine
+from orchestrator.errors import NotFound, OrchError
+from orchestrator.place.session import Session
+
+STAGE_LIMIT = 300.0  # seconds of silence: contents that lie there already are digested meanwhile
+_PAYS = 1.2  # how much smaller gzip has to make it, or it is not worth the time
+
+Progress = Callable[[int, int], None]  # bytes sent, of all
+
+
+def _silent(_done: int, _total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a place says of a key: `cache_find`, read."""
+
+    parts: KeyParts  # completed by what only the place knows
+    present: str | None  # the digest that launches of this key take
+    wanted: KeyParts | None  # of the snapshot that a pin names, where it is there
+    relatives: tuple[Relative, ...]
+    last_cold: tuple[float, float] | None  # seconds, and when
+    programs: Mapping[str, Any]
+    snapshots: int | None  # at the place in all
+
+
+def ask(session: Session, parts: KeyParts, environment: str | None, recipe: str, want: str | None = None) -> Found:
+    """One round trip, all that a launch costs whose cache is in place. Raises OrchError."""
+    asked = {"parts": parts.to_json(), "environment": environment, "recipe": recipe, "want": want}
+    answer = session.call("cache_find", asked, timeout=60.0).data
+    try:
+        whole = KeyParts.read(answer["parts"])
+        relatives = tuple(
+            Relative(KeyParts.read(one["parts"]), str(one["digest"]), bool(one.get("same_recipe")))
+            for one in answer["relatives"]
+        )
+        wanted, present, cold = answer.get("wanted"), answer.get("present"), answer.get("last_cold")
+        found = Found(
+            parts=whole,
+            present=str(present["digest"]) if present else None,
+            wanted=KeyParts.read(wanted["parts"]) if wanted else None,
+            relatives=relatives,
+            last_cold=(float(cold["seconds"]), float(cold["at"])) if cold else None,
+            programs=answer.get("programs") or {},
+            snapshots=answer.get("snapshots"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise OrchError(f"what {session.place.name} says of its compile caches cannot be read: {error!r}") from None
+    if whole.digest != answer.get("key"):
+        raise OrchError(
+            f"{session.place.name} names the compile cache {answer.get('key')}, this machine {whole.digest}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What a launch will find, and what has to travel for it."""
+
+    prediction: Prediction
+    send: Stored | None = None
+    notes: tuple[str, ...] = ()
+
+
+def plan(found: Found, store: Store, recipe: str, want: str | None = None, generation: int | None = None) -> CachePlan:
+    """Which snapshot the run begins with. `want`: the one that a pin names, "<key>/<digest>". Nothing is asked."""
+    notes: tuple[str, ...] = ()
+    parts = found.parts
+    if want is not None:
+        pinned, notes = _pinned(found, store, want, f"the cache of generation {generation}, {want}")
+        if pinned is not None:
+            return pinned
+    if found.present is not None:
+        return CachePlan(predict(parts, found.present, (), last_cold=found.last_cold), None, notes)
+    stored = store.find(parts.digest)
+    if stored is not None:
+        return CachePlan(predict(parts, stored.digest, (), last_cold=found.last_cold), stored, notes)
+    known = {one.name: one for one in store.current()}
+    theirs = [Relative(one.parts, one.digest, one.label.get("recipe") == recipe, here=False) for one in known.values()]
+    prediction = predict(parts, None, (*found.relatives, *theirs), last_cold=found.last_cold)
+    here = {one.name for one in found.relatives}
+    send = known.get(prediction.seed or "") if prediction.seed not in here else None
+    return CachePlan(prediction, send, notes)
+
+
+def _pinned(found: Found, store: Store, want: str, name: str) -> tuple[CachePlan | None, tuple[str, ...]]:
+    key, _, digest = want.partition("/")
+    parts, send = found.wanted, None
+    if parts is None:
+        send = store.find(key, digest)
+        if send is None:
+            return None, (f"{name} is gone, here and there: going on with what is there",)
+        parts = send.parts
+    if key == found.parts.digest:
+        return CachePlan(predict(found.parts, digest, (), last_cold=found.last_cold), send), ()
+    changed = ", ".join(key_differences(parts, found.parts))
+    if not seeds(parts, found.parts):
+        return None, (f"{name} is not used: {changed}",)
+    near = Relative(parts, digest, same_recipe=True, here=True)
+    prediction = predict(found.parts, None, (near,), last_cold=found.last_cold)
+    # by its own name: a snapshot keeps the key that it was made under
+    return CachePlan(replace(prediction, seed=want), send), ()
+
+
+# --- on the way ------------------------------------------------------------------------------------
+
+
+def encoding(programs: Mapping[str, Any], *, local: bool, raw: int, packed: int) -> tuple[str, str]:
+    """How a snapshot travels, and why: as it is packed where zstd is there, else by what pays."""
+    if programs.get("zstd"):
+        return "zstd", "as it is packed"
+    if local:
+        return "plain", "no zstd here, and no wire to save bytes on"
+    if raw < _PAYS * packed:
+        return "plain", "no zstd there, and it hardly gets smaller"
+    return "gzip", "no zstd there"
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What is going to travel of a snapshot."""
+
+    stored: Stored
+    pack: packs.Pack
+    lacking: frozenset[str] | None  # None: all of it
+    encoding: str
+    why: str
+
+    @property
+    def cost(self) -> tuple[int, bool]:
+        """Bytes on the way, and whether they are exact."""
+        return packs.cost(self.pack, self.lacking, self.encoding)
+
+
+def sending(session: Session, stored: Stored, programs: Mapping[str, Any], snapshots: int | None) -> Sending:
+    """Asks which contents the place lacks, unless it has no snapshot at all. Raises OrchError."""
+    pack = stored.pack()
+    how, why = encoding(programs, local=on_this_machine(session), raw=pack.raw, packed=pack.bytes)
+    lacking = None
+    if snapshots != 0:
+        asked = b"".join(bytes.fromhex(one.sha256) for one in pack.contents)
+        answer = session.call("cache_lacking", {}, payload=asked, timeout=STAGE_LIMIT).payload
+        if len(answer) != len(pack.contents):
+            raise OrchError(f"{session.place.name} was asked for {len(pack.contents)} contents, and told {len(answer)}")
+        lacking = frozenset(one.sha256 for one, flag in zip(pack.contents, answer, strict=True) if flag)
+    return Sending(stored, pack, lacking, how, why)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What came of it."""
+
+    bytes: int  # on the way
+    contents: int  # that travelled
+    how: str  # "new" | "there"
+    encoding: str
+    why: str
+
+
+def stage(session: Session, what: Sending, progress: Progress = _silent, *, current: bool = True) -> Sent:
+    """Sends it in one stream; the place has the snapshot afterwards, whole, or nothing of it.
+
+    Raises OrchError (a full disk there, a damaged pack here), ConnectionLost.
+    """
+    total, sent = what.cost[0], 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        for chunk in packs.stream(what.pack, what.lacking, what.encoding):
+            yield chunk
+            sent += len(chunk)
+            progress(sent, max(total, sent))
+
+    stored = what.stored
+    args: dict[str, Any] = {"key": stored.key, "parts": stored.parts.to_json(), "label": dict(stored.label)}
+    args |= {"encoding": what.encoding, "current": current}
+    manifest = json.dumps(stored.manifest(), separators=(",", ":")).encode()
+    reply = session.upload("cache_stage", args, chunks(), timeout=STAGE_LIMIT, payload=manifest)
+    count = len(what.pack.contents) if what.lacking is None else len(what.lacking)
+    return Sent(sent, count, str(reply.data.get("how")), what.encoding, what.why)
+
+
+def push(session: Session, stored: Stored, progress: Progress = _silent) -> Sent:
+    """Brings a stored snapshot to a place, where launches of its key then take it. Raises OrchError."""
+    found = ask(session, stored.parts, None, str(stored.label.get("recipe") or ""), stored.name)
+    return stage(session, sending(session, stored, found.programs, found.snapshots), progress)
+
+
+def pull(
+    session: Session, key: str, digest: str | None, store: Store, progress: Progress = _silent
+) -> tuple[Stored, int]:
+    """Takes a place's snapshot (the current one of the key unless named) into the store: it, and the bytes received.
+
+    Every content is held against its digest as it comes. Raises NotFound, OrchError, ConnectionLost.
+    """
+    from orchestrator.remote import cache_files
+    from orchestrator.remote.frames import OpError
+
+    head = session.call("cache_manifest", {"key": key, "digest": digest}, timeout=60.0).data
+    manifest, place = head["manifest"], session.place.name
+    try:
+        cache_files.check_manifest(manifest)
+        parts = KeyParts.read(head["parts"])
+    except OpError as error:
+        raise OrchError(f"{place} tells a snapshot of {key} that is none: {error.message}") from None
+    except ValueError as error:
+        raise OrchError(f"{place} tells a key {key} that is none: {error}") from None
+    if parts.digest != key or not KEY.match(str(manifest["digest"])):
+        raise OrchError(f"the cache {key} at {place} is not of the key that its folder says")
+    there = store.find(key, str(manifest["digest"]))
+    if there is not None:
+        return there, 0
+    wanted = {str(sha256): int(size) for _, size, sha256, _ in manifest["files"]}
+    total = sum(wanted.values())
+    with store.adding(key, parts) as adding:
+        args = {"key": key, "digest": manifest["digest"], "encoding": _pulled_as(session)}
+        with contextlib.closing(session.download("cache_send", args, timeout=STAGE_LIMIT)) as arriving:
+            received = packs.Pulled(arriving)
+            done = 0
+            for name, size, chunks in _members(str(args["encoding"]), received, place):
+                if wanted.get(name) != size or name in adding.writer:
+                    raise OrchError(f"{place} sends {name[:12]}, which the manifest of {key} does not name so")
+                adding.writer.add(name, size, chunks)
+                done += size
+                progress(done, total)
+            for _ in _read(received):  # what fills the tar up; after it comes the answer
+                pass
+        return adding.keep(manifest, head.get("label") or {}, place), received.bytes
+
+
+def _members(encoding: str, stream: packs.Pulled, place: str) -> Iterator[tuple[str, int, Iterator[bytes]]]:
+    import zlib
+
+    import zstandard
+
+    try:
+        yield from packs.members(packs.opened(encoding, _read(stream)))
+    except (zstandard.ZstdError, zlib.error) as error:
+        raise OrchError(f"what {place} sends cannot be unpacked: {error}") from None
+
+
+def _read(stream: packs.Pulled) -> Iterator[bytes]:
+    while piece := stream.read(packs.CHUNK):
+        yield piece
+
+
+def _pulled_as(session: Session) -> str:
+    """How a place packs for the way here: with zstd where it has it and there is a way at all."""
+    if on_this_machine(session):
+        return "plain"
+    return "zstd" if session.hello.container.get("tools", {}).get("zstd") else "gzip"
+
+
+def named(store: Store, reference: str) -> Stored:
+    """The stored snapshot that is meant by a key, "<key>/<digest>", a beginning of a key, or a recipe (its newest).
+
+    Raises NotFound.
+    """
+    key, slash, digest = reference.partition("/")
+    if slash:
+        known: Sequence[Stored] = [one for one in store.all() if (one.key, one.digest) == (key, digest)]
+    else:
+        known = [one for one in store.current() if one.key.startswith(reference)]
+        known = known or [one for one in store.current() if one.label.get("recipe") == reference]
+    if not known:
+        raise NotFound(f"no cache {reference} is stored here", hint="orch cache list --here")
+    return known[0]

@@ -1,0 +1,276 @@
+"""The workstation's own caches: snapshots that were pulled from places, packed as they will travel to others.
+
+`<key>/key.json` tells the parts, `<key>/current` which snapshot is pushed, `<key>/<digest>/` holds one: `about.json`,
+`manifest.json`, `index.json` and the `pack`. A snapshot's folder gets its name by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_data_path
+
+from orchestrator.compile_cache.key import KEY, KeyParts
+from orchestrator.compile_cache.pack import Pack, Writer, unpacked
+from orchestrator.errors import OrchError
+
+_STALE = 86400.0  # seconds after which a half-made snapshot is nobody's any more
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One snapshot in the store."""
+
+    folder: Path
+    key: str
+    digest: str
+    parts: KeyParts
+    label: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}/{self.digest}"
+
+    @property
+    def bytes(self) -> int:
+        """Of its files."""
+        return int(self.about["bytes"])
+
+    @property
+    def packed(self) -> int:
+        """Bytes of the pack."""
+        return int(self.about["packed"])
+
+    @property
+    def at(self) -> float:
+        """Unix seconds when it came here."""
+        return float(self.about["at"])
+
+    def manifest(self) -> dict[str, Any]:
+        """With its table of files. Raises OrchError."""
+        return self._read("manifest.json")
+
+    def pack(self) -> Pack:
+        """Raises OrchError."""
+        found = self._read("index.json")
+        try:
+            return Pack.read(self.folder / "pack", found)
+        except (ValueError, KeyError, TypeError):
+            raise self._damaged("index.json is no index") from None
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self._damaged(f"{name}: {error}") from None
+        if not isinstance(found, dict):
+            raise self._damaged(f"{name} is no object")
+        return found
+
+    def _damaged(self, why: str) -> OrchError:
+        return OrchError(f"the stored cache {self.name} is damaged ({why})", hint="orch cache verify --here")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "digest": self.digest,
+            "bytes": self.bytes,
+            "packed": self.packed,
+            "files": self.about.get("files"),
+            "from": self.about.get("from"),
+            "at": self.at,
+            "label": dict(self.label),
+            "parts": self.parts.to_json(),
+        }
+
+
+class Store:
+    """Snapshots by key and digest. What cannot be read is left out of lists; `verify` names it."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        """`root` defaults to `caches` in ORCH_DATA_DIR, or in the user's data folder."""
+        if root is None:
+            given = os.environ.get("ORCH_DATA_DIR")
+            root = (Path(given) if given else user_data_path("orch")) / "caches"
+        self.root = root.absolute()
+
+    def all(self) -> list[Stored]:
+        """Every snapshot, the newest first."""
+        found = [one for key in self._keys() for one in self._of(key)]
+        return sorted(found, key=lambda one: one.at, reverse=True)
+
+    def find(self, key: str, digest: str | None = None) -> Stored | None:
+        """A snapshot of a key: the one that is named; else the current one, or the newest."""
+        known = self._of(key) if KEY.match(key) else []
+        if digest is not None:
+            return next((one for one in known if one.digest == digest), None)
+        with contextlib.suppress(OSError):
+            current = (self.root / key / "current").read_text().strip()
+            known.sort(key=lambda one: one.digest != current)
+        return known[0] if known else None
+
+    def current(self) -> list[Stored]:
+        """One snapshot of each key: what is pushed, the newest first."""
+        found = [one for key in self._keys() if (one := self.find(key)) is not None]
+        return sorted(found, key=lambda one: one.at, reverse=True)
+
+    def _keys(self) -> list[str]:
+        with contextlib.suppress(OSError):
+            return sorted(path.name for path in self.root.iterdir() if KEY.match(path.name))
+        return []
+
+    def _of(self, key: str) -> list[Stored]:
+        folder, found = self.root / key, []
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            known = json.loads((folder / "key.json").read_text(encoding="utf-8"))
+            parts, label = KeyParts.read(known["parts"]), dict(known.get("label") or {})
+            for path in sorted(folder.iterdir()):
+                if KEY.match(path.name):
+                    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                        about = json.loads((path / "about.json").read_text(encoding="utf-8"))
+                        one = Stored(path, key, path.name, parts, {**label, **(about.get("label") or {})}, about)
+                        if one.at and one.bytes >= 0 and one.packed >= 0:
+                            found.append(one)
+        return sorted(found, key=lambda one: one.at, reverse=True)
+
+    @contextlib.contextmanager
+    def adding(self, key: str, parts: KeyParts) -> Iterator[Adding]:
+        """Takes a snapshot in; nothing of it is left unless `Adding.keep` was called. Raises OrchError."""
+        folder = None
+        try:
+            home = self.root / key
+            home.mkdir(parents=True, exist_ok=True)
+            self._sweep(home)
+            folder = Path(tempfile.mkdtemp(prefix="adding-", dir=home))
+            yield Adding(self, key, parts, folder)
+        except OSError as error:
+            raise OrchError(
+                f"the cache store {self.root} cannot be written: {error.strerror or error}",
+                hint="ORCH_DATA_DIR names another folder",
+            ) from None
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _sweep(self, home: Path) -> None:
+        for folder in home.glob("adding-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > _STALE:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self, one: Stored) -> None:
+        """Removes a snapshot, and its key with the last one. Raises OSError."""
+        gone = one.folder.with_name(f"adding-gone-{one.digest}-{os.getpid()}")
+        one.folder.rename(gone)
+        shutil.rmtree(gone)
+        home = one.folder.parent
+        with contextlib.suppress(OSError):
+            if (home / "current").read_text().strip() == one.digest:
+                (home / "current").unlink()
+        if not self._of(one.key):
+            shutil.rmtree(home, ignore_errors=True)
+
+
+class Adding:
+    """A snapshot that is being taken in."""
+
+    def __init__(self, store: Store, key: str, parts: KeyParts, folder: Path) -> None:
+        self._store = store
+        self._key = key
+        self._parts = parts
+        self._folder = folder
+        self.writer = Writer(folder / "pack")
+
+    def keep(self, manifest: Mapping[str, Any], label: Mapping[str, Any], origin: str) -> Stored:
+        """Gives it its name, and makes it the one that is pushed. `origin`: the place it came from.
+
+        Raises OrchError where contents are missing that the manifest names, OSError.
+        """
+        pack = self.writer.finish()
+        missing = {file[2] for file in manifest["files"]} - {content.sha256 for content in pack.contents}
+        if missing:
+            raise OrchError(f"{len(missing)} contents of {self._key}/{manifest['digest']} did not arrive")
+        digest, home = str(manifest["digest"]), self._folder.parent
+        about = {"version": 1, "bytes": manifest["bytes"], "files": len(manifest["files"]), "packed": pack.bytes}
+        about |= {"from": origin, "at": time.time(), "label": dict(label)}
+        for name, value in (("manifest", manifest), ("index", pack.to_json()), ("about", about)):
+            _write(self._folder / f"{name}.json", json.dumps(value))
+        with (self._folder / "pack").open("rb") as file:
+            os.fsync(file.fileno())
+        key_json = {"version": 1, "parts": self._parts.to_json(), "label": dict(label)}
+        _write(home / "key.json", json.dumps(key_json, indent=1))
+        target = home / digest
+        if target.exists():
+            # the same bytes, but perhaps damaged since, or packed by another at this moment
+            old = home / f"adding-old-{digest}-{os.getpid()}"
+            target.rename(old)
+            self._folder.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            self._folder.rename(target)
+        _write(home / "current", digest)
+        found = self._store.find(self._key, digest)
+        assert found is not None
+        return found
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a look at every byte of a stored snapshot found: sentences, none where it is whole."""
+
+    stored: Stored
+    findings: tuple[str, ...]
+
+
+def verify(one: Stored) -> Checked:
+    """Unpacks a stored snapshot and holds every content against its digest, and all against the manifest."""
+    import hashlib
+
+    from orchestrator.remote import cache_files
+    from orchestrator.remote.frames import OpError
+
+    findings: list[str] = []
+    try:
+        manifest, pack = one.manifest(), one.pack()
+        cache_files.check_manifest(manifest)
+        paths: dict[str, list[str]] = {}
+        for path, _, sha256, _ in manifest["files"]:
+            paths.setdefault(sha256, []).append(path)
+        seen = set()
+        with pack.path.open("rb") as file:
+            for frame in pack.frames:
+                try:
+                    for name, _, chunks in unpacked(pack, frame, file):
+                        digest = hashlib.sha256()
+                        for chunk in chunks:
+                            digest.update(chunk)
+                        if name not in paths:
+                            findings.append(f"{name[:12]} is foreign: the manifest names no such content")
+                        elif digest.hexdigest() == name:
+                            seen.add(name)
+                except OrchError as error:
+                    findings.append(error.message)
+        findings += [f"{path} is damaged or missing" for sha256 in paths.keys() - seen for path in paths[sha256]]
+    except (OrchError, OSError) as error:
+        findings.append(str(error))
+    except OpError as error:
+        findings.append(error.message)
+    except (KeyError, TypeError, ValueError) as error:
+        findings.append(f"its records cannot be read: {error!r}")
+    return Checked(one, tuple(sorted(findings)))
