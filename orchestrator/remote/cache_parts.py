@@ -30,6 +30,7 @@ INSTRUCTION_SETS = (
     "vsx",
     "vx",
 )
+CPU_THREADS = "cpu threads"  # an entry of config
 _CODE = re.compile(r".*\.(?:py|so(?:\.[0-9.]+)?)\Z")
 _SITE = re.compile(r"(?:.*/)?site-packages/")
 
@@ -44,6 +45,8 @@ def complete(root: str, parts: Dict[str, Any], environment: Optional[str]) -> Di
     if done.get("gpu") is None:
         done["gpu"] = gpu_names()
     cpu = not done["gpu"]
+    if not cpu:  # only C++ is built for a number of threads
+        done["config"] = {name: value for name, value in (done.get("config") or {}).items() if name != CPU_THREADS}
     if done.get("instruction_set") is None:
         done["instruction_set"] = instruction_sets() if cpu else []
     path = environment_state.path_of(root, environment) if environment is not None else ""
