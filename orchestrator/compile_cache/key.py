@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 KEY = re.compile(r"[0-9a-f]{16}\Z")  # of a key and of a snapshot's digest
-CPU_THREADS = "cpu threads"
+CPU_THREADS = "cpu threads"  # an entry of config, which a place with GPUs takes out
 # Which cache that was made with other parts may still be begun from: graphs that are the same are found in it.
 SEEDING = frozenset({"shapes", "environment_path", "instruction_set"})
 REBUILDING = frozenset({"environment_path", "instruction_set"})  # graphs are found, their C++ is built again

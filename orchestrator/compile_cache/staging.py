@@ -34,6 +34,7 @@ class Found:
     """What a place says of a key: `cache_find`, read."""
 
     parts: KeyParts  # completed by what only the place knows
+    why: str | None  # a part that could not be read there, and why: nothing is known then
     present: str | None  # the digest that launches of this key take
     wanted: KeyParts | None  # of the snapshot that a pin names, where it is there
     relatives: tuple[Relative, ...]
@@ -47,28 +48,32 @@ def ask(session: Session, parts: KeyParts, environment: str | None, recipe: str,
     asked = {"parts": parts.to_json(), "environment": environment, "recipe": recipe, "want": want}
     answer = session.call("cache_find", asked, timeout=60.0).data
     try:
-        whole = KeyParts.read(answer["parts"])
-        relatives = tuple(
-            Relative(KeyParts.read(one["parts"]), str(one["digest"]), bool(one.get("same_recipe")))
-            for one in answer["relatives"]
-        )
         wanted, present, cold = answer.get("wanted"), answer.get("present"), answer.get("last_cold")
         found = Found(
-            parts=whole,
+            parts=KeyParts.read(answer["parts"]),
+            why=answer.get("why"),
             present=str(present["digest"]) if present else None,
             wanted=KeyParts.read(wanted["parts"]) if wanted else None,
-            relatives=relatives,
+            relatives=tuple(_relatives(answer["relatives"])),
             last_cold=(float(cold["seconds"]), float(cold["at"])) if cold else None,
             programs=answer.get("programs") or {},
             snapshots=answer.get("snapshots"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise OrchError(f"what {session.place.name} says of its compile caches cannot be read: {error!r}") from None
-    if whole.digest != answer.get("key"):
+    if found.why is None and found.parts.digest != answer.get("key"):
         raise OrchError(
-            f"{session.place.name} names the compile cache {answer.get('key')}, this machine {whole.digest}"
+            f"{session.place.name} names the cache {answer.get('key')}, its parts make {found.parts.digest}"
         )
     return found
+
+
+def _relatives(told: Sequence[Mapping[str, Any]]) -> Iterator[Relative]:
+    for one in told:
+        with contextlib.suppress(ValueError):  # a key.json that somebody has written to is no relative
+            parts = KeyParts.read(one["parts"])
+            if parts.digest == one["key"]:
+                yield Relative(parts, str(one["digest"]), bool(one.get("same_recipe")))
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ def sending(session: Session, stored: Stored, programs: Mapping[str, Any], snaps
     lacking = None
     if snapshots != 0:
         asked = b"".join(bytes.fromhex(one.sha256) for one in pack.contents)
-        answer = session.call("cache_lacking", {}, payload=asked, timeout=STAGE_LIMIT).payload
+        answer = session.call("cache_lacking", {"key": stored.key}, payload=asked, timeout=STAGE_LIMIT).payload
         if len(answer) != len(pack.contents):
             raise OrchError(f"{session.place.name} was asked for {len(pack.contents)} contents, and told {len(answer)}")
         lacking = frozenset(one.sha256 for one, flag in zip(pack.contents, answer, strict=True) if flag)
