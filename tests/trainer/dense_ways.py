@@ -1,10 +1,12 @@
-"""Ways that lead flex attention to building its scores: `dense_ways.py NAME …` prints how each ended.
+"""Ways that lead flex attention to building its scores: `dense_ways.py [--loose] [--cuda] NAME …` tells how each ended.
 
-Run in a process of its own by test_dense_guard.py, because they change settings of the whole process. The order
-matters: `recompile_limit` wants one compilation before it, by `compiled`, and nothing may follow `nested_trace`.
+Run in a process of its own by test_dense_guard.py and test_dense_gpu.py, because they change settings of the whole
+process. The order matters: nothing may follow `nested_trace`. `--loose` compiles with `fullgraph=False`. With `--cuda`
+forward and backward run on a GPU, at a size at which dense attention would take gigabytes, and the peak is printed too.
 """
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -12,34 +14,50 @@ import torch
 import torch._dynamo
 import torch.fx._symbolic_trace as symbolic_trace
 from torch.nn.attention import flex_attention as flex
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import trainer.attention  # noqa: F401  installs the guard, as importing it does in the trainer
 
+CUDA = "--cuda" in sys.argv
+FULLGRAPH = "--loose" not in sys.argv
+SHORT, LONG = (4096, 8192) if CUDA else (128, 256)
+Attend = Callable[..., torch.Tensor]
 
-def call(function: Callable[..., torch.Tensor], length: int = 128) -> None:
-    with torch.no_grad():
-        function(*(torch.randn(1, 2, length, 16) for _ in range(3)))
+
+def call(function: Attend, length: int = LONG) -> None:
+    if not CUDA:  # where flex attention has no backward pass
+        with torch.no_grad():
+            function(*(torch.randn(1, 2, length, 16) for _ in range(3)))
+        return
+    where = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    function(*(torch.randn(1, 8, length, 128, **where) for _ in range(3))).sum().backward()
+    torch.cuda.synchronize()
 
 
-def compiled(**options: object) -> Callable[..., torch.Tensor]:
-    return torch.compile(flex.flex_attention, **({"fullgraph": True, "dynamic": False} | options))
+def compiled(**options: object) -> Attend:
+    return torch.compile(flex.flex_attention, **({"fullgraph": FULLGRAPH, "dynamic": False} | options))
 
 
 def failing_backend(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> None:
     raise RuntimeError("this backend fails")
 
 
-def force_eager() -> None:
-    with torch.compiler.set_stance("force_eager"):
+def under_stance(stance: str) -> None:
+    with torch.compiler.set_stance(stance):
         call(compiled())
+
+
+def eager_on_recompile() -> None:
+    function = compiled()
+    call(function, SHORT)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        call(function, LONG)
 
 
 def disabled_helper() -> None:
     """A compiled step calls a helper that is kept out of compilation."""
-
-    @torch.compiler.disable
-    def helper(*tensors: torch.Tensor) -> torch.Tensor:
-        return flex.flex_attention(*tensors)
+    helper = torch.compiler.disable(lambda *tensors: flex.flex_attention(*tensors))
 
     def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return helper(query * 1, key, value)
@@ -62,7 +80,7 @@ def config_disable() -> None:
 
 def suppressed() -> None:
     with torch._dynamo.config.patch(suppress_errors=True):
-        call(compiled(fullgraph=False, backend=failing_backend))
+        call(compiled(backend=failing_backend))
 
 
 def nested_trace() -> None:
@@ -77,28 +95,98 @@ def nested_trace() -> None:
 
 def recompile_limit() -> None:
     with torch._dynamo.config.patch(recompile_limit=1):
-        call(compiled(fullgraph=False), 256)
+        function = compiled()
+        call(function, SHORT)
+        call(function, LONG)
 
 
-WAYS: dict[str, Callable[[], None]] = {
+def plain_if_compiling() -> None:
+    """A helper of the kind that calls flex attention plainly where a compilation goes on, which since 2.13 may be
+    another thread's."""
+    inside, done = threading.Event(), threading.Event()
+
+    def slow_backend(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> object:
+        inside.set()
+        done.wait(60)
+        return graph.forward
+
+    other = threading.Thread(target=lambda: torch.compile(lambda x: x * 2, backend=slow_backend)(torch.ones(3)))
+    other.start()
+    inside.wait(60)
+    try:
+        busy = torch.compiler.is_compiling()
+    finally:
+        done.set()
+        other.join()
+    call(flex.flex_attention if busy else compiled())
+
+
+def flop_counter() -> None:
+    with FlopCounterMode(display=False):
+        call(flex.flex_attention)
+
+
+def checkpointed() -> None:
+    function = compiled()
+    call(lambda *tensors: checkpoint(function, *tensors, use_reentrant=False))
+
+
+def autocast() -> None:
+    with torch.autocast("cuda" if CUDA else "cpu", dtype=torch.bfloat16):
+        call(compiled())
+
+
+def inside_a_disabled_caller() -> None:
+    function = compiled()
+    call(torch.compiler.disable(lambda *tensors: function(*tensors)))
+
+
+def outer_graph_break() -> None:
+    function = compiled()
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = query * 1
+        torch._dynamo.graph_break()
+        return function(query, key, value)
+
+    call(torch.compile(step, dynamic=False))
+
+
+DENSE: dict[str, Callable[[], None]] = {
     "plain": lambda: call(flex.flex_attention),
-    "compiled": lambda: call(compiled()),
-    "force_eager": force_eager,
+    "force_eager": lambda: under_stance("force_eager"),
+    "eager_then_compile": lambda: under_stance("eager_then_compile"),
+    "eager_on_recompile": eager_on_recompile,
     "aot_eager": lambda: call(compiled(backend="aot_eager")),
     "eager": lambda: call(compiled(backend="eager")),
     "disabled_helper": disabled_helper,
     "debug_switch": debug_switch,
     "config_disable": config_disable,
     "suppressed": suppressed,
-    "nested_trace": nested_trace,
+    "plain_if_compiling": plain_if_compiling,
     "recompile_limit": recompile_limit,
+    "flop_counter": flop_counter,
+    "nested_trace": nested_trace,
+}
+COMPILED: dict[str, Callable[[], None]] = {
+    "compiled": lambda: call(compiled()),
+    "checkpointed": checkpointed,
+    "autocast": autocast,
+    "inside_a_disabled_caller": inside_a_disabled_caller,
+    "outer_graph_break": outer_graph_break,
 }
 
 warnings.filterwarnings("ignore")
-for name in sys.argv[1:]:
+for name in (word for word in sys.argv[1:] if not word.startswith("--")):
+    torch._dynamo.reset()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     try:
-        WAYS[name]()
-        print(name, "ran", flush=True)
+        (DENSE | COMPILED)[name]()
+        end = "ran"
     except Exception as error:
-        print(name, type(error).__name__, flush=True)
+        end = type(error).__name__
         print(name, error, file=sys.stderr)
+    peak = f" {torch.cuda.max_memory_allocated() - before}" if CUDA else ""
+    print(f"{name} {end}{peak}", flush=True)

@@ -132,19 +132,25 @@ def test_a_torch_whose_dense_path_lives_elsewhere_is_refused(monkeypatch):
 
 
 STOPPED = "DenseAttentionError"
+WITHOUT_A_COMPILATION = (
+    *("plain", "force_eager", "eager_then_compile", "aot_eager", "eager", "disabled_helper", "debug_switch"),
+    *("config_disable", "suppressed", "plain_if_compiling", "flop_counter", "nested_trace"),
+)
+STOPPED_BY_TORCH = {"flop_counter": "TypeError"}  # refuses any mode that it does not know
 
 
-def test_ways_without_a_compilation_are_stopped():
-    names = (
-        *("plain", "force_eager", "aot_eager", "eager", "disabled_helper", "debug_switch", "config_disable"),
-        *("suppressed", "nested_trace"),
-    )
-    assert ways(*names) == dict.fromkeys(names, STOPPED)
+@pytest.mark.parametrize(
+    ("compile", "by_torch"),
+    [("--fullgraph", STOPPED_BY_TORCH | {"suppressed": "BackendCompilerFailed"}), ("--loose", STOPPED_BY_TORCH)],
+)
+def test_ways_without_a_compilation_are_stopped(compile, by_torch):
+    assert ways(compile, *WITHOUT_A_COMPILATION) == dict.fromkeys(WITHOUT_A_COMPILATION, STOPPED) | by_torch
 
 
 def test_a_compiler_that_is_switched_off_from_outside_is_stopped():
     assert ways("compiled", TORCH_COMPILE_DISABLE="1") == {"compiled": STOPPED}
 
 
-def test_the_compiled_kernel_runs_and_is_stopped_where_a_limit_makes_torch_give_up_compiling():
-    assert ways("compiled", "recompile_limit") == {"compiled": "ran", "recompile_limit": STOPPED}
+def test_the_compiled_kernel_runs_and_is_stopped_where_torch_gives_up_compiling():
+    expected = {"compiled": "ran", "eager_on_recompile": STOPPED, "recompile_limit": STOPPED}
+    assert ways("--loose", *expected) == expected
