@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Pinned:
     by: str
     at: float  # Unix seconds by the place's clock
     why: str
+    cache: str | None = None  # "<key>/<digest>" of a compile cache
     code: Mapping[str, Any] = field(default_factory=dict)  # what that run's provenance says of its code, digest aside
 
     @classmethod
@@ -46,6 +48,7 @@ class Pinned:
             by=str(found.get("by") or "somebody"),
             at=float(found.get("at") or 0.0),
             why=str(found.get("why") or ""),
+            cache=_snapshot(found.get("cache")),
             code={key: value for key, value in code.items() if key != "digest"},
         )
 
@@ -53,6 +56,11 @@ class Pinned:
     def snapshot(self) -> Snapshot:
         """The code, which lies at the place and need not travel."""
         return Snapshot(self.code_digest, b"", 0)
+
+
+def _snapshot(cache: Any) -> str | None:
+    """The name of a snapshot, which others have written; None for anything else."""
+    return cache if isinstance(cache, str) and re.fullmatch(r"[0-9a-f]{16}/[0-9a-f]{16}", cache) else None
 
 
 @dataclass(frozen=True)
@@ -165,13 +173,37 @@ def change(
     if now["environment"] != to["environment"]:
         lines = package_changes(_versions(before), _versions(manifest)) if before else ["(what it was is not known)"]
         packages = (f"environment {now['environment']} → {to['environment']}", *lines)
-    cache = () if now.get("cache") == to.get("cache") else (f"{now.get('cache')} → {to.get('cache')}",)
+    cache = () if now.get("cache") == to.get("cache") else _cache_change(session, now, to)
     old, new = (str((one.get("code") or {}).get("digest")) for one in (now, to))
     code: tuple[str, ...] = ()
     if old != new:
         trees = [session.call("code_tree", {"digest": digest}, timeout=120.0).data["files"] for digest in (old, new)]
         code = (f"code {old} → {new}", *file_changes(trees[0], trees[1]))
     return Change(packages, cache, code)
+
+
+def _cache_change(session: Session, now: Mapping[str, Any], to: Mapping[str, Any]) -> tuple[str, ...]:
+    """`<key>/<digest> → <key>/<digest>`, and what differs between their keys, where the place still has both."""
+    from orchestrator.compile_cache.key import KeyParts, differences
+
+    old, new = _snapshot(now.get("cache")), _snapshot(to.get("cache"))
+    head = f"{old or 'none'} → {new or 'none'}"
+    if new is None:
+        return (head, "the generation names no compile cache: its launch takes what its key has")
+    parts: list[KeyParts] = []
+    for one in (old, new):
+        if one is None:
+            continue
+        key, _, digest = one.partition("/")
+        try:
+            told = session.call("cache_manifest", {"key": key, "digest": digest}, timeout=60.0).data["parts"]
+            parts.append(KeyParts.read(told))
+        except NotFound:
+            if one == new:
+                return (head, f"{new} is gone at {session.place.name}: a launch takes what its key has")
+        except (OrchError, ValueError, KeyError, TypeError):
+            continue
+    return (head, *(differences(*parts) if len(parts) == 2 else ()))
 
 
 def _versions(manifest: Mapping[str, Any]) -> dict[str, str]:

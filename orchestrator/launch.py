@@ -7,13 +7,11 @@ environment and the code that lie there, the runner that holds the run's lock.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator import generations, history, secrets
 from orchestrator.config import (
@@ -31,12 +29,16 @@ from orchestrator.environment.build import BuiltEnvironment, ensure, existing
 from orchestrator.errors import OrchError, Refused, UsageError
 from orchestrator.place.session import Session, open_session
 from orchestrator.provenance import provenance
+from orchestrator.records import CACHE_FOLDERS, paths, snapshot_arguments, start_record
 from orchestrator.remote.company import TOKEN
 from orchestrator.snapshot import Snapshot, snapshot_bundled
-from orchestrator.user import user_name, who
+from orchestrator.user import user_name
+
+if TYPE_CHECKING:
+    from orchestrator.compile_cache.key import Prediction
+    from orchestrator.compile_cache.staging import CachePlan, Sending
 
 _CHUNK = 1 << 20
-BUNDLED_TRAINER = ["{python}", "-m", "trainer", "train", "{settings}"]
 
 
 class Report(Protocol):
@@ -66,7 +68,7 @@ class Member:
 
 @dataclass
 class Launch:
-    """One launch at one place on its way. The first eight fields are what is asked for, the rest what the steps
+    """One launch at one place on its way. The first nine fields are what is asked for, the rest what the steps
     found. Of a run over several places each place has its own (see `several`)."""
 
     project: Project
@@ -76,6 +78,7 @@ class Launch:
     new: bool = False
     latest: bool = False  # lift a pin
     why: str = ""  # for the record
+    warm: bool = False  # compile all that the recipe will use, and train nothing: its command is then WARM_UP
     member: Member | None = None  # which of several places this is
     spec: EnvironmentSpec | None = None
     problem: OrchError | None = None  # why the working tree's environment cannot be used
@@ -87,6 +90,7 @@ class Launch:
     how: str = ""  # new | continue | running
     state: Mapping[str, Any] = field(default_factory=dict)
     environment: BuiltEnvironment | None = None
+    cache: Prediction | None = None  # what the trainer will find compiled; None where that is not known
     meeting: Mapping[str, Any] | None = None  # ports and token, by which the runners of several places find each other
 
     @property
@@ -221,6 +225,54 @@ def code(launch: Launch) -> str:
     return f"{snapshot.digest}, {snapshot.files} files sent"
 
 
+def cache(launch: Launch) -> str:
+    """The compile cache that belongs to the launch is at the place, and what the trainer will find there is known."""
+    from orchestrator.compile_cache import staging
+    from orchestrator.compile_cache.words import expected
+
+    planned, send = planned_cache(launch)
+    if planned is None:
+        return no_cache(launch.recipe)
+    for note in planned.notes:
+        launch.report.note("cache", note)
+    launch.cache = planned.prediction
+    how = "in place" if launch.cache is not None and launch.cache.used else ""
+    if send is not None:
+
+        def progress(done: int, total: int) -> None:
+            launch.report.progress("cache", f"streaming as {send.encoding}", done, total, "B")
+
+        current = launch.cache is not None and launch.cache.snapshot is not None
+        sent = staging.stage(launch.connected, send, progress, current=current)
+        how = f"{sent.bytes:,} bytes sent as {sent.encoding} ({sent.why})"
+    return expected(launch.cache, how)
+
+
+def no_cache(recipe: Recipe) -> str:
+    """Why a launch has none of ours."""
+    own = next((name for name in CACHE_FOLDERS if name in recipe.env), None)
+    return f"none: env.{own} of the recipe names another" if own else "none: there is no torch in the environment"
+
+
+def planned_cache(launch: Launch) -> tuple[CachePlan | None, Sending | None]:
+    """What the launch will find and what has to travel for it. None where the environment has no torch, or the recipe
+    has a cache folder of its own."""
+    if any(name in launch.recipe.env for name in CACHE_FOLDERS):
+        return None, None
+    from orchestrator.compile_cache.staging import prepare
+
+    assert launch.environment is not None
+    recipe, pin = launch.recipe, launch.pin
+    return prepare(
+        launch.connected,
+        launch.environment.manifest,
+        launch.environment.id,
+        recipe,
+        command=None if launch.warm else recipe.command,
+        pinned=(pin.cache, pin.generation) if pin is not None and pin.cache else None,
+    )
+
+
 def start(launch: Launch) -> str:
     """Hand the run over to the runner at the place, which keeps it from here on."""
     assert launch.environment is not None and launch.snapshot is not None
@@ -230,7 +282,15 @@ def start(launch: Launch) -> str:
         "trainer.yaml": dump_yaml(fill(launch.recipe.settings, paths(launch))),
         "launch.json": json.dumps(start_record(launch), indent=1),
         "provenance.json": json.dumps(
-            provenance(launch.recipe, launch.place, session.hello, launch.environment, launch.snapshot, launch.pin),
+            provenance(
+                launch.recipe,
+                launch.place,
+                session.hello,
+                launch.environment,
+                launch.snapshot,
+                launch.pin,
+                launch.cache,
+            ),
             indent=1,
         ),
     }
@@ -264,6 +324,7 @@ STEPS: tuple[Step, ...] = (
     ("claim", claim),
     ("environment", environment),
     ("code", code),
+    ("cache", cache),
     ("start", start),
 )
 
@@ -281,107 +342,6 @@ def carry_out(launch: Launch) -> None:
         launch.report.end(name, step(launch))
         if launch.how == "running":
             return
-
-
-# --- what travels ----------------------------------------------------------------------------------
-
-
-def snapshot_arguments(snapshot: Snapshot) -> dict[str, Any]:
-    """What `put` is told of a snapshot's stream."""
-    return {
-        "path": snapshot.path,
-        "size": len(snapshot.tar),
-        "sha256": hashlib.sha256(snapshot.tar).hexdigest(),
-        "mode": 0o755,
-        "unpack": "tar",
-    }
-
-
-def paths(launch: Launch) -> dict[str, str]:
-    """The words that a recipe may use for what is only known at launch, such as `{run_dir}`."""
-    assert launch.environment is not None and launch.snapshot is not None
-    variables = network(launch)
-    return {
-        "python": launch.environment.python,
-        "code": f"{launch.connected.root}/{launch.snapshot.path}",
-        "run_dir": launch.run_directory,
-        "settings": f"{launch.run_directory}/trainer.yaml",
-        "nodes": variables["ORCH_NODES"],
-        "node_rank": variables["ORCH_NODE_RANK"],
-        "rendezvous": variables["ORCH_RENDEZVOUS"],
-    }
-
-
-def network(launch: Launch) -> dict[str, str]:
-    """The variables by which a program finds its share of the run, and the others."""
-    member, meeting = launch.member, launch.meeting
-    if member is None or meeting is None:
-        port = 20000 + zlib.crc32(launch.run.encode()) % 12000
-        alone = {"ORCH_NODES": "1", "ORCH_NODE_RANK": "0", "ORCH_RENDEZVOUS": f"127.0.0.1:{port}"}
-        return {"ORCH_PLACE": launch.place.name, **alone}
-    return {
-        "ORCH_PLACE": launch.place.name,
-        "ORCH_NODES": str(len(member.places)),
-        "ORCH_NODE_RANK": str(member.number),
-        "ORCH_RENDEZVOUS": f"{member.addresses[0]}:{meeting['rendezvous']}",
-        **({"ORCH_RANKS": ",".join(map(str, member.ranks))} if member.ranks else {}),
-        "GLOO_SOCKET_IFNAME": str(member.interface),
-        "NCCL_SOCKET_IFNAME": f"={member.interface}",  # that one, and not all whose names begin so
-    }
-
-
-def start_record(launch: Launch) -> dict[str, Any]:
-    """`launch.json`: all that the runner needs to start the trainer, without its secrets."""
-    assert launch.environment is not None and launch.snapshot is not None
-    built, cache = launch.environment, f"{launch.run_directory}/cache"
-    known = paths(launch)
-    return {
-        "argv": fill(launch.recipe.command or BUNDLED_TRAINER, known),
-        "cwd": known["code"],
-        "env": {
-            "PATH": f"{built.path}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "PYTHONDONTWRITEBYTECODE": "1",  # the code snapshot is never written to
-            "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
-            "TRITON_CACHE_DIR": f"{cache}/triton",
-            **network(launch),
-            **launch.recipe.env,
-        },
-        "place": launch.place.name,
-        "peers": peers(launch),
-        "metrics": launch.recipe.metrics,
-        "stop_grace": launch.recipe.stop_grace,
-        "sample_seconds": launch.recipe.sample_seconds,
-        "health": launch.recipe.health.model_dump(),
-        "generation": generation_record(launch),
-    }
-
-
-def peers(launch: Launch) -> dict[str, Any] | None:
-    """Where the runner finds those of the other places; their token travels with the secrets."""
-    if launch.member is None or launch.meeting is None:
-        return None
-    return {
-        "place": launch.place.name,
-        "places": list(launch.member.places),
-        "address": launch.member.addresses[0],
-        "port": launch.meeting["runners"],
-    }
-
-
-def generation_record(launch: Launch) -> dict[str, Any]:
-    """What the runner appends to the recipe's generations once the trainer runs."""
-    assert launch.environment is not None and launch.snapshot is not None
-    pin = launch.pin
-    return {
-        "recipe": launch.recipe.name,
-        "who": who(),
-        "why": launch.why or ("launched" if pin is None else f"launched, pinned to generation {pin.generation}"),
-        "environment": launch.environment.id,
-        "environment_name": launch.recipe.environment if pin is None else pin.environment_name,
-        "cache": None,  # none yet
-        "code": {"digest": launch.snapshot.digest},
-        "pinned_to": None if pin is None else pin.generation,
-    }
 
 
 def _remember(launch: Launch) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.config import recipe_digest
-from orchestrator.environment.build import CHECK_LIMIT, EnvironmentPlan
+from orchestrator.config import EnvironmentSpec, recipe_digest
+from orchestrator.environment.build import CHECK_LIMIT, BuiltEnvironment, EnvironmentPlan, request, status
 from orchestrator.environment.build import plan as plan_environment
 from orchestrator.generations import Pinned
-from orchestrator.launch import STEPS, Launch
+from orchestrator.launch import STEPS, Launch, no_cache, planned_cache
 from orchestrator.run import BEFORE_TRAINING
 from orchestrator.several import in_one_line, reach, together
 from orchestrator.user import user_name
@@ -89,6 +89,9 @@ def plan_launch(launch: Launch) -> LaunchPlan:
     else:
         steps.append(PlannedStep("code", f"{snapshot.digest}, {snapshot.files} files to send", len(snapshot.tar)))
         requests.append(f"put {snapshot.path}")
+    step, asked = _cache(launch)
+    steps.append(step)
+    requests += asked
     steps.append(PlannedStep("start", "the runner in tmux, which starts the trainer"))
     requests.append("start, and wait until the runner has taken over")
     return LaunchPlan(launch.recipe.name, launch.place.name, tuple(steps), tuple(requests))
@@ -107,6 +110,12 @@ def _pinned(launch: Launch, pin: Pinned, steps: list[PlannedStep], requests: lis
     steps.append(PlannedStep("code", f"{pin.code_digest} {of}, {state}"))
     steps.append(PlannedStep("start", "the runner in tmux, which starts the trainer"))
     requests += [f"is environment {pin.environment} there, and clean?", f"is code/{pin.code_digest} there, and intact?"]
+    if found["present"]:
+        step, asked = _cache(launch)
+        steps.insert(-1, step)
+        requests += asked
+    else:
+        steps.insert(-1, PlannedStep("cache", f"of generation {pin.generation}; not known without its environment"))
     requests.append("start, and wait until the runner has taken over")
     return LaunchPlan(launch.recipe.name, launch.place.name, tuple(steps), tuple(requests))
 
@@ -126,6 +135,37 @@ def _environment(plan: EnvironmentPlan) -> tuple[PlannedStep, list[str]]:
     requests += [f"put {file.name}" for file in missing]
     requests.append("build it, and verify it")
     return PlannedStep("environment", what, plan.bytes_to_send or 0), requests
+
+
+def _cache(launch: Launch) -> tuple[PlannedStep, list[str]]:
+    """What is known of the compile cache, which is only where the environment is there: its files are in the key."""
+    from orchestrator.compile_cache.words import expected
+
+    asked = ["which compile cache is there, and which are like it?"]
+    ident = launch.pin.environment if launch.pin is not None else request(launch.connected, _spec(launch)).id
+    found = status(launch.connected, ident, verify="no")
+    if not found["present"]:
+        return PlannedStep(
+            "cache", "not known before the environment is built: torch's files are part of its key"
+        ), asked
+    launch.environment = BuiltEnvironment(ident, found["path"], "", found["manifest"], 0, "there")
+    planned, send = planned_cache(launch)
+    if planned is None:
+        return PlannedStep("cache", no_cache(launch.recipe)), []
+    notes = "".join(f"; {note}" for note in planned.notes)
+    if send is None:
+        how = "in place" if planned.prediction is not None and planned.prediction.used else ""
+        return PlannedStep("cache", expected(planned.prediction, how) + notes), asked
+    cost, exact = send.cost
+    asked += ["which of its files are there?"] if send.lacking is not None else []
+    asked.append(f"stage {send.stored.name} as {send.encoding}")
+    how = f"{'' if exact else 'about '}{cost:,} bytes to send as {send.encoding} ({send.why})"
+    return PlannedStep("cache", expected(planned.prediction, how) + notes, cost), asked
+
+
+def _spec(launch: Launch) -> EnvironmentSpec:
+    assert launch.spec is not None
+    return launch.spec
 
 
 def _claim(launch: Launch) -> str:

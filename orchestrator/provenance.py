@@ -13,6 +13,7 @@ from orchestrator.config import Place, Recipe, recipe_digest
 from orchestrator.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from orchestrator.compile_cache.key import Prediction
     from orchestrator.environment.build import BuiltEnvironment
     from orchestrator.generations import Pinned
     from orchestrator.place.session import Hello
@@ -28,6 +29,7 @@ def provenance(
     environment: BuiltEnvironment,
     snapshot: Snapshot,
     pin: Pinned | None = None,
+    cache: Prediction | None = None,
 ) -> dict[str, Any]:
     """The record kept as `provenance.json` in the run's directory. With a `pin` the code is what that says of it."""
     manifest = environment.manifest
@@ -45,7 +47,7 @@ def provenance(
         },
         "code": {"digest": snapshot.digest, **(_git(trainer_dir()) if pin is None else pin.code)},
         "pinned_to": None if pin is None else pin.generation,
-        "compile_cache": None,
+        "compile_cache": None if cache is None else cache.to_json(),
         "host": {name: hello.host.get(name) for name in _HOST},
         "container": {name: container.get(name) for name in _CONTAINER},
         "secrets": sorted(recipe.secrets),

@@ -49,6 +49,8 @@ class RunStatus:
     evaluation: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
     exit: Mapping[str, Any] | None
+    cache: Mapping[str, Any] | None  # what its compile cache was expected to give, and what its runner did with it
+    compile: Mapping[str, Any] | None  # what its trainer told of its compiling
     state: Mapping[str, Any]
     log_size: int | None
     log_inode: int | None
@@ -82,6 +84,13 @@ class RunStatus:
         """Age of the run, or how long it took."""
         return max(0.0, (self.ended or self.now) - self.created)
 
+    @property
+    def compiling(self) -> str:
+        """Its compiling in words, such as `warm, 3 of 3 hits`; "" where nothing is known."""
+        from orchestrator.compile_cache.words import compiling
+
+        return compiling(self.cache, self.compile)
+
     def to_json(self) -> dict[str, Any]:
         """The shape of a run in `--json` output, version 1."""
         return {
@@ -105,6 +114,9 @@ class RunStatus:
             "exit": self.exit,
             "places": list(self.places) or None,
             "first": self.first,
+            "cache": self.cache,
+            "compile": self.compile,
+            "compiling": self.compiling or None,
             "environment": self.state.get("environment"),
             "code": self.state.get("code"),
             "log_size": self.log_size,
@@ -155,6 +167,8 @@ def _status(item: Mapping[str, Any], payload: bytes, place: str, now: float, pro
         evaluation=_mapping(metrics.get("eval")),
         result=_mapping(item.get("result")),
         exit=end,
+        cache=_mapping(state.get("cache")),
+        compile=_first(_mapping(metrics.get("compile")), _mapping(state.get("compile"))),
         state=state,
         log_size=log.get("size"),
         log_inode=log.get("inode"),

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.compile_cache import pack as packs
-from orchestrator.compile_cache.key import KEY, KeyParts, Prediction, Relative, predict, seeds
+from orchestrator.compile_cache.key import KEY, KeyParts, Prediction, Relative, parts_of, predict, seeds
 from orchestrator.compile_cache.key import differences as key_differences
 from orchestrator.compile_cache.store import Store, Stored
+from orchestrator.config import Recipe
 from orchestrator.environment.sending import on_this_machine
 from orchestrator.errors import NotFound, OrchError
 from orchestrator.place.session import Session
@@ -80,13 +81,15 @@ def _relatives(told: Sequence[Mapping[str, Any]]) -> Iterator[Relative]:
 class CachePlan:
     """What a launch will find, and what has to travel for it."""
 
-    prediction: Prediction
+    prediction: Prediction | None  # None where the place could not tell which key it is
     send: Stored | None = None
     notes: tuple[str, ...] = ()
 
 
 def plan(found: Found, store: Store, recipe: str, want: str | None = None, generation: int | None = None) -> CachePlan:
     """Which snapshot the run begins with. `want`: the one that a pin names, "<key>/<digest>". Nothing is asked."""
+    if found.why is not None:
+        return CachePlan(None, None, (f"which compile cache belongs to the run is unknown: {found.why}",))
     notes: tuple[str, ...] = ()
     parts = found.parts
     if want is not None:
@@ -104,6 +107,35 @@ def plan(found: Found, store: Store, recipe: str, want: str | None = None, gener
     here = {one.name for one in found.relatives}
     send = known.get(prediction.seed or "") if prediction.seed not in here else None
     return CachePlan(prediction, send, notes)
+
+
+def prepare(
+    session: Session,
+    manifest: Mapping[str, Any],
+    environment: str,
+    recipe: Recipe,
+    *,
+    command: Sequence[str] | None,
+    pinned: tuple[str, int] | None = None,
+    store: Store | None = None,
+) -> tuple[CachePlan | None, Sending | None]:
+    """What a launch will find, and what has to travel for it; None where the environment has no torch.
+
+    One round trip where the cache is in place, two where something of it has to travel. `command`: the recipe's own,
+    None for the bundled trainer. `pinned`: the snapshot that a pin names, "<key>/<digest>", and its generation.
+
+    Raises OrchError.
+    """
+    if not (manifest.get("torch") or {}).get("version"):
+        return None, None
+    cpus = session.hello.container.get("cpus")
+    parts = parts_of(manifest, variables=recipe.env, settings=recipe.settings, command=command, cpus=cpus)
+    want, generation = pinned or (None, None)
+    found = ask(session, parts, environment, recipe.name, want)
+    planned = plan(found, store or Store(), recipe.name, want, generation)
+    if planned.send is None:
+        return planned, None
+    return planned, sending(session, planned.send, found.programs, found.snapshots)
 
 
 def _pinned(found: Found, store: Store, want: str, name: str) -> tuple[CachePlan | None, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from orchestrator.plain import plain
 from orchestrator.run import RunStatus
-from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines
+from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines, phase_words
 from orchestrator.view.text import duration, number, printable, rate, size
 
 _LAST_LINES, _LAST_LINES_OF_A_FAILURE = 24, 60
@@ -121,8 +121,9 @@ class FollowDisplay:
             return
         tau = acceptance_length(status)
         due = time.monotonic() - self._told >= _PLAIN_EVERY
-        if status.phase != self._phase or tau != self._tau or (due and status.step is not None):
-            self._told, self._phase, self._tau = time.monotonic(), status.phase, tau
+        phase = phase_words(status)
+        if phase != self._phase or tau != self._tau or (due and status.step is not None):
+            self._told, self._phase, self._tau = time.monotonic(), phase, tau
             self.console.print(Text("  " + self._line(status)), soft_wrap=True)
 
     def interrupted(self, reason: str, seconds: float) -> None:
@@ -137,6 +138,8 @@ class FollowDisplay:
         step = "-" if status.step is None else str(status.step)
         of = f"/{self.total_steps}" if self.total_steps else ""
         tau = acceptance_length(status)
+        if status.step is None and status.phase == "compiling" and status.compiling:
+            return f"{status.phase:<10} {status.compiling}  {duration(status.seconds)}"
         return (
             f"{status.phase:<10} step {step}{of}  loss {number(status.loss)}  "
             f"{rate(status.tokens_per_second)} tokens/s  τ {number(tau, '.2f')}  {duration(status.seconds)}"

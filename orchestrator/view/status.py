@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.compile_cache.words import compiled, told
 from orchestrator.plain import plain
 from orchestrator.run import ENDED, Gpu, RunStatus
 from orchestrator.survey import PlaceReport
@@ -131,21 +132,29 @@ def _percent(value: float | None) -> str:
 
 
 def _details(run: RunStatus) -> list[RenderableType]:
-    head = Text.assemble((run.run, "bold"), f" at {run.place}: ", (run.phase, PHASE_STYLE.get(run.phase, "")))
+    head = Text.assemble((run.run, "bold"), f" at {run.place}: ", (phase_words(run), PHASE_STYLE.get(run.phase, "")))
     if run.why:
         head.append(f", {run.why}")
     elif run.phase not in ENDED and run.step_at is not None:
         head.append(f", last step {duration(run.now - run.step_at)} ago")
     parts: list[RenderableType] = [head]
     first = run.first and f"first: {plain(str(run.first.get('said')))}"
-    for note in (tmux_note(run), first, run.error and f"could not be read: {plain(run.error)}"):
+    for note in (tmux_note(run), first, run.error and f"could not be read: {plain(run.error)}", *told(run.cache)):
         if note:
             parts.append(Text(note, style="yellow"))
+    if run.phase != "compiling" and (words := compiled(run.cache, run.compile)):
+        parts.append(Text(words))
     tail = log_lines(run.log)
     if not tail:
         screen = str((run.tmux or {}).get("screen") or "")
         tail = [printable(line) for line in screen.splitlines() if line.strip()][-5:]
     return parts + [Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2), expand=False) for line in tail]
+
+
+def phase_words(run: RunStatus) -> str:
+    """The phase, and of one that compiles what it found: `compiling (warm, 3 of 3 hits)`."""
+    words = run.compiling if run.phase == "compiling" else ""
+    return f"{run.phase} ({words})" if words else run.phase
 
 
 def log_lines(log: bytes) -> list[str]:
