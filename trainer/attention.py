@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from trainer import block_mask, dense_guard
+from trainer import block_mask, compile_report, dense_guard
 from trainer.block_mask import Blocks, LayerKind
 from trainer.errors import TrainerError
 
@@ -37,7 +37,8 @@ def flex_plan(blocks: Blocks, kinds: Iterable[LayerKind]) -> Attend:
 
     def attend_flex(kind: LayerKind, query: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
         key, value = (torch.cat(pair, dim=2) for pair in zip(context, block, strict=True))
-        return _flex(query, key, value, masks[kind])
+        with compile_report.graph("drafter attention", "forward"):
+            return _flex(query, key, value, masks[kind])
 
     return attend_flex
 
@@ -79,7 +80,8 @@ def dense_plan(blocks: Blocks, *, bound: int = DENSE_BYTES) -> Attend:
 
 def document_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
     """Flex attention of packed rows: query [R, Hq, S, d], key and value [R, Hkv, S, d], mask of `document_mask`."""
-    return _flex(query, key, value, mask)
+    with compile_report.graph("target attention", "forward"):
+        return _flex(query, key, value, mask)
 
 
 def dense_document_attention(

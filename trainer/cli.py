@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
             dest="overrides",
             help="change one setting, such as optimizer.muon_rate=0.02; may be given more than once",
         )
+    warmup.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)  # one kind of several: see kinds.py
     which = evaluate.add_mutually_exclusive_group(required=True)
     which.add_argument("--checkpoint", type=Path, metavar="DIR", help="a checkpoint directory of a run")
     which.add_argument("--drafter", type=Path, metavar="DIR", help="an exported drafter, in either layout")
@@ -81,6 +82,19 @@ def _must_be_writable(*folders: Path) -> None:
             raise TrainerError(f"{folder}: may not be written to; set ORCH_RUN_DIR to another folder")
 
 
+def _warm_up(options: argparse.Namespace, config: Config, run_dir: Path) -> int:
+    from trainer import kinds
+    from trainer.models import choose_device
+    from trainer.warming import warm_all
+
+    told = os.environ.get("ORCH_METRICS")
+    _must_be_writable(run_dir, *([Path(told).parent] if told else []))
+    if options.as_rank is None and len(kinds.cards_of(names := kinds.names_here(config))) > 1:
+        return kinds.warm_each(names, [sys.executable, "-m", "trainer", *options.arguments])
+    metrics_path = Path(told) if told else None
+    return warm_all(config, choose_device(config), run_dir, metrics_path=metrics_path, rank=options.as_rank or 0)
+
+
 def run(options: argparse.Namespace, config: Config, began: float) -> int:
     # Waiting threads spin, by default for so long that on a busy machine they stop each other and a step takes ten
     # times as long; asleep at once, they wake too late. OpenMP reads this when torch is imported, which takes
@@ -100,10 +114,7 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
 
         return train(config, run_dir=run_dir, metrics_path=metrics_path, began=began, watchdog=watchdog)
     if options.command == "warmup":
-        from trainer.models import choose_device
-        from trainer.warming import warm_all
-
-        return warm_all(config, choose_device(config), run_dir)
+        return _warm_up(options, config, run_dir)
     if options.command == "evaluate":
         from trainer.evaluate import evaluate_checkpoint
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer import compile_report
 from trainer.loss import HeadResult, Objective, dpace_weights
 
 __all__ = ["HeadResult", "Objective", "head_pass"]
@@ -71,9 +72,12 @@ def head_pass(
             part = slice(start, start + chunk)
             logits = states[part] @ head.T
             wanted = teacher[source[part]].to(hidden.dtype) @ head.T if objective.distils else None
-            known = measure(logits, wanted, label[part], weight[part].to(wide), block[part], position[part], objective)
+            rest = label[part], weight[part].to(wide), block[part], position[part]
+            with compile_report.graph("head pass", "reductions"):
+                known = measure(logits, wanted, *rest, objective)
             if gradient is not None:
-                torch.mm(slope(logits, wanted, label[part], known, objective), head, out=gradient[part])
+                with compile_report.graph("head pass", "gradient"):
+                    torch.mm(slope(logits, wanted, label[part], known, objective), head, out=gradient[part])
             chunks.append(known[:4])
             del logits, wanted, known  # before the next chunk's are made
         if not chunks:  # a batch without entries

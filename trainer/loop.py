@@ -65,7 +65,7 @@ def train(config: Config, *, run_dir: Path, metrics_path: Path, began: float, wa
     try:
         world = join(config.plan, choose_device(config), config.topology, watchdog)
         if world.role.kind == "target":
-            code = serve(config, world, run_dir=run_dir)
+            code = serve(config, world, run_dir=run_dir, metrics_path=metrics_path)
         else:
             code = train_drafter(config, world, stop, run_dir=run_dir, metrics_path=metrics_path, began=began)
     except BaseException as error:
@@ -78,6 +78,7 @@ def train(config: Config, *, run_dir: Path, metrics_path: Path, began: float, wa
 
 def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, metrics_path: Path, began: float) -> int:
     """What a rank does that trains: alone, with others of its variant, with the target here or elsewhere."""
+    report = warming.report_of(world, metrics_path)  # before a variant's own file takes its place
     stream = config  # whose seed orders the rows, and whose steps are the targets'
     folder, say = run_dir, print if world.leads else _silent
     if config.variants:
@@ -91,10 +92,11 @@ def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, me
     rows, documents = load_rows(config, models.vocabulary.config.vocab_size, speak=world.leads)
     optimizer = Optimizer(models.drafter, config.optimizer, config.steps)
     if models.target is not None:
-        warming.warm_target(stream, world, models.target, run_dir)
-    warmed = warming.warm_drafter(config, world, models, optimizer, run_dir, stream=stream)
+        warming.warm_target(stream, world, models.target, run_dir, report)
+    warmed = warming.warm_drafter(config, world, models, optimizer, run_dir, report, stream=stream)
     if world.device.type == "cuda" or compiles(config, world.device):
         seal()
+    report.done()
     world.barrier()  # the first collective comes after everything has been compiled everywhere
     warming.tidy(run_dir)
     size = sum(parameter.numel() for parameter in models.drafter.parameters())
@@ -105,11 +107,13 @@ def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, me
     )
     if world.device.type == "cuda" or not world.alone:
         say(f"warm-up: {warmed.line()}")
+    if report.graphs:
+        say(report.line())
     for layer, found in warmed.evidence.items():
         say(f"{layer}: {warming.evidence_line(found)}")
     trackers = Trackers(config, run_dir=folder, metrics_path=metrics_path) if world.leads else NoTrackers()
     if warmed.evidence:
-        trackers.append({"step": 0, "time": time.time(), "warmup": vars(warmed)})
+        trackers.append({"step": 0, "time": time.time(), "warmup": warmed.record()})
     run = _Run(config, stream, world, models, optimizer, rows, documents, folder, trackers, stop, say, began)
     try:
         return run.go()

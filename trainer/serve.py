@@ -14,11 +14,13 @@ from trainer.pipeline import Sender
 from trainer.world import World
 
 
-def serve(config: Config, world: World, *, run_dir: Path) -> int:
+def serve(config: Config, world: World, *, run_dir: Path, metrics_path: Path) -> int:
     target = load_target(config, world.device)
     parcel = parcel_of(config, target.config, world.device)
     rows, documents = load_rows(config, target.config.vocab_size, speak=False)
-    warmed = warming.warm_target(config, world, target, run_dir)
+    report = warming.report_of(world, metrics_path)
+    warmed = warming.warm_target(config, world, target, run_dir, report)
+    report.done()
     if world.device.type == "cuda":
         warmup.seal()
     world.barrier()

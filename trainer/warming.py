@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from trainer import warmup
+from trainer import compile_report, warmup
+from trainer.compile_report import Report
 from trainer.config import Config
 from trainer.feed import made_up, parcel_of
 from trainer.models import Models, build_without_target, load_target
@@ -21,17 +22,24 @@ from trainer.warmup import Warmed
 from trainer.world import World
 
 
-def warm_target(config: Config, world: World, target: Target, run_dir: Path) -> Warmed:
+def warm_target(config: Config, world: World, target: Target, run_dir: Path, report: Report) -> Warmed:
     """Compiles by checking that packed documents do not see each other, in rows of the run's length."""
 
     def work() -> None:
         target.check_isolation(config.data.row_length, rows=config.data.rows_per_step // config.plan.parts)
 
-    return _warm(work, f"target on {kind_of(world.device)}", config, world, run_dir)
+    return _warm(work, f"target on {kind_of(world.device)}", config, world, run_dir, report)
 
 
 def warm_drafter(
-    config: Config, world: World, models: Models, optimizer: Optimizer, run_dir: Path, *, stream: Config
+    config: Config,
+    world: World,
+    models: Models,
+    optimizer: Optimizer,
+    run_dir: Path,
+    report: Report,
+    *,
+    stream: Config,
 ) -> Warmed:
     """Forward and backward of one micro-batch, without an update; then the proof that its attention is not dense.
 
@@ -48,27 +56,34 @@ def warm_drafter(
         optimizer.clear()
 
     name = f"drafter {world.role.variant} on {kind_of(world.device)}"
-    warmed = _warm(work, name, config, world, run_dir)
+    warmed = _warm(work, name, config, world, run_dir, report)
     if config.attention == "dense":
         return warmed
     blocks, shape = blocks_of(batch.to(world.device), config.drafter.block_size), models.drafter.shape
-    evidence = {
-        str(layer): warmup.prove_not_dense(
-            blocks,
-            layer,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            size=shape.head_size,
-            dtype=models.drafter.dtype,
-        )
-        for layer in dict.fromkeys(models.drafter.kinds)
-    }
+    with report.watch(), compile_report.graph("proof of attention", "forward"):
+        evidence = {
+            str(layer): warmup.prove_not_dense(
+                blocks,
+                layer,
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                size=shape.head_size,
+                dtype=models.drafter.dtype,
+            )
+            for layer in dict.fromkeys(models.drafter.kinds)
+        }
     return replace(warmed, evidence=evidence)
 
 
-def _warm(work: Callable[[], None], name: str, config: Config, world: World, run_dir: Path) -> Warmed:
+def report_of(world: World, path: Path | None, say: Callable[[str], None] | None = None) -> Report:
+    """Of what this rank compiles, into that metrics file."""
+    return Report(path=path, rank=world.role.rank, alone=world.alone, say=say)
+
+
+def _warm(work: Callable[[], None], name: str, config: Config, world: World, run_dir: Path, report: Report) -> Warmed:
     who = f"rank {world.role.rank} ({world.role.kind} {world.role.index})"
-    return warmup.warm(work, folder=_folder(run_dir), name=name, who=who, timeout=config.topology.timeout)
+    timeout = config.topology.timeout
+    return warmup.warm(work, folder=_folder(run_dir), name=name, who=who, timeout=timeout, report=report)
 
 
 def kind_of(device: torch.device) -> str:
@@ -91,12 +106,33 @@ def tidy(run_dir: Path) -> None:
             (run_dir / "warm").rmdir()
 
 
-def warm_all(config: Config, device: torch.device, run_dir: Path) -> int:
-    """`trainer warmup`: all that any rank of this kind of GPU will compile, one after the other; -> the exit code."""
+def warm_all(
+    config: Config, device: torch.device, run_dir: Path, *, metrics_path: Path | None = None, rank: int = 0
+) -> int:
+    """`trainer warmup`: all that any rank of this kind of GPU will compile, one after the other; -> the exit code.
+    `rank`: as which its lines in the metrics file are told."""
     plan = config.plan
     world = World(topology=plan, role=plan.role(0), device=device, timeout=config.topology.timeout)
+    report = Report(path=metrics_path, rank=rank, say=lambda text: print(f"  {text}"))
+    print(f"compiling for {kind_of(device)} into {' and '.join(map(str, compile_report.folders()))}")
+    try:
+        _warm_each(config, world, run_dir, report)
+    except Exception:
+        for name in report.failed:
+            print(f"  {name}: failed")
+        raise
+    warmup.seal()
+    tidy(run_dir)
+    report.done()
+    print(report.line())
+    return 0
+
+
+def _warm_each(config: Config, world: World, run_dir: Path, report: Report) -> None:
+    """The target, and then each drafter: no two of them are ever in memory together."""
+    device = world.device
     target = load_target(config, device)
-    warmed = warm_target(config, world, target, run_dir)
+    warmed = warm_target(config, world, target, run_dir, report)
     print(f"target: {warmed.line()}")
     del target
     for number, each in enumerate([variant.config for variant in config.variants] or [config]):
@@ -105,14 +141,11 @@ def warm_all(config: Config, device: torch.device, run_dir: Path) -> int:
         models = build_without_target(each, device)
         optimizer = Optimizer(models.drafter, each.optimizer, each.steps)
         own = replace(world, role=replace(world.role, variant=number))
-        warmed = warm_drafter(each, own, models, optimizer, run_dir, stream=config)
+        warmed = warm_drafter(each, own, models, optimizer, run_dir, report, stream=config)
         print(f"{config.variants[number].name if config.variants else 'drafter'}: {warmed.line()}")
         for layer, found in warmed.evidence.items():
             print(f"  {layer}: {evidence_line(found)}")
         del models, optimizer
-    warmup.seal()
-    tidy(run_dir)
-    return 0
 
 
 def evidence_line(found: dict) -> str:

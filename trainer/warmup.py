@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +22,18 @@ import torch
 
 from trainer import attention, dense_guard
 from trainer.block_mask import Blocks, LayerKind
+from trainer.compile_report import Graph, Report, folders
 from trainer.errors import TrainerError
 
 SAID_EVERY = 10.0  # seconds
 DENSE_SHARE = 0.25  # of the dense scores' bytes: a compiled call stays below, a dense one is above 3
+_COMPILING = ("BackendCompilerFailed", "InductorError")
+_BROKEN = (  # what a library, or generated Python, says that was cut
+    "file too short",
+    "cannot read file data",
+    "invalid ELF header",
+    "Failed to import",
+)
 LEAST = 64 << 20  # bytes of dense scores below which memory proves nothing
 
 
@@ -34,15 +43,24 @@ class Warmed:
 
     seconds: float
     compiled_here: bool  # or loaded from the cache that another rank has filled
-    hits: int  # of the compile cache
-    misses: int
+    graphs: tuple[Graph, ...] = ()  # what was compiled or loaded
     evidence: dict[str, object] = field(default_factory=dict)
 
     def line(self) -> str:
-        if not self.hits and not self.misses:
+        if not self.graphs:
             return f"tried in {self.seconds:.1f} s, with nothing to compile"
-        how = "compiled" if self.compiled_here else "loaded what another rank compiled"
-        return f"{how} in {self.seconds:.1f} s (compile cache: {self.hits} hits, {self.misses} misses)"
+        hits, misses = (sum(each.hit is wanted for each in self.graphs) for wanted in (True, False))
+        how = "compiled" if misses else "loaded" if self.compiled_here else "loaded what another rank compiled"
+        return f"{how} in {self.seconds:.1f} s (compile cache: {hits} hits, {misses} misses)"
+
+    def record(self) -> dict[str, object]:
+        """For the metrics file."""
+        return {
+            "seconds": round(self.seconds, 2),
+            "compiled_here": self.compiled_here,
+            "graphs": {each.name: each.verdict for each in self.graphs},
+            "evidence": self.evidence,
+        }
 
 
 def warm(
@@ -53,14 +71,17 @@ def warm(
     who: str,
     timeout: float,
     say: Callable[[str], None] = print,
+    report: Report | None = None,
 ) -> Warmed:
     """Runs `work`, which compiles. Of all processes that call this with the same folder and name, one goes first.
+    `report` is told what it compiles; waiting for another process is no part of that.
 
     Raises TrainerError: the first one failed, or died, or took longer than `timeout` seconds. A process that was
     killed lets go of the lock, so nobody waits for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    before = _cache_counters()
+    report = report or Report()
+    told = len(report.graphs)
     began = time.perf_counter()
     with _locked(folder / f"{name}.lock", timeout, f"the first of `{name}`", folder / f"{name}.by", say):
         state = folder / f"{name}.state"
@@ -73,21 +94,23 @@ def warm(
             _write(state, {"by": who, "done": False, "reason": ""})
             _write(folder / f"{name}.by", {"by": who, "since": time.time()})
             try:
-                _run(work)
+                _run(work, report)
             except BaseException as error:
-                reason = (str(error).strip().splitlines() or [""])[0]
-                _write(state, {"by": who, "done": False, "reason": f"{type(error).__name__}: {reason}"})
+                _write(state, {"by": who, "done": False, "reason": reason_of(error)})
                 raise
             _write(state, {"by": who, "done": True, "reason": ""})
     if not first:
-        _run(work)
-    hits, misses = (now - then for now, then in zip(_cache_counters(), before, strict=True))
-    return Warmed(seconds=time.perf_counter() - began, compiled_here=first, hits=hits, misses=misses)
+        _run(work, report)
+    graphs = tuple(report.graphs[told:])
+    return Warmed(seconds=time.perf_counter() - began, compiled_here=first, graphs=graphs)
 
 
-def _run(work: Callable[[], None]) -> None:
+def _run(work: Callable[[], None], report: Report) -> None:
     try:
-        work()
+        with report.watch():
+            work()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
     except Exception as error:
         text = str(error)
         if "out of resource" in text and "shared memory" in text:
@@ -95,9 +118,34 @@ def _run(work: Callable[[], None]) -> None:
                 f"a kernel does not fit this GPU's shared memory for a block of threads ({_first_line(text)}); this is "
                 "no lack of GPU memory: use a smaller head size, or another GPU"
             ) from error
+        if damaged(error):
+            traceback.print_exception(error)  # whoever looks for the cause finds torch's own words as well
+            raise TrainerError(
+                f"the compile cache in {' and '.join(map(str, folders()))} has a damaged entry: {reason_of(error)}; "
+                "move that folder aside, and start again"
+            ) from error
         raise
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+
+
+def damaged(error: BaseException | None) -> bool:
+    """Whether a file of the compile cache could not be loaded. Entries of a graph that cannot be read are none of
+    these: torch warns, and compiles anew."""
+    while error is not None:
+        kind, text = type(error).__name__, str(error)
+        if kind in _COMPILING and any(words in text for words in _BROKEN):
+            return True
+        if kind in ("JSONDecodeError", "UnpicklingError"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def reason_of(error: BaseException) -> str:
+    """In one line: torch's errors of a compilation name the cause in their second."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if lines[0].endswith("raised:"):
+        lines[0] = " ".join(lines[:2])
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _first_line(text: str) -> str:
@@ -135,11 +183,6 @@ def _write(path: Path, content: dict) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(content))
     partial.replace(path)
-
-
-def _cache_counters() -> tuple[int, int]:
-    counters = torch._dynamo.utils.counters["inductor"]
-    return counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
 
 
 def prove_not_dense(

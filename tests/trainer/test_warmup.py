@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer import warming, warmup
+from trainer.compile_report import Report
 from trainer.errors import TrainerError
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +127,7 @@ def test_a_kernel_too_large_for_the_gpu_is_explained():
         raise RuntimeError("out of resource: shared memory, Required: 114944, Hardware limit: 101376.")
 
     with pytest.raises(TrainerError, match=r"does not fit this GPU's shared memory.*Required: 114944"):
-        warmup._run(work)
+        warmup._run(work, Report())
 
 
 SEALED = """
