@@ -6,7 +6,8 @@ import hashlib
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config import fill
+from orchestrator.config import Health, Recipe, fill
+from orchestrator.errors import UsageError
 from orchestrator.snapshot import Snapshot
 from orchestrator.user import who
 
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
 BUNDLED_TRAINER = ["{python}", "-m", "trainer", "train", "{settings}"]
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 WARM_UP = ["{python}", "-m", "trainer", "warmup", "{settings}"]
+
+
+def warming(recipe: Recipe) -> Recipe:
+    """The recipe as a run that compiles all that its trainer will use, and trains nothing.
+
+    Raises UsageError where the recipe has a program of its own, of which only it knows what it compiles.
+    """
+    if recipe.command is not None:
+        raise UsageError(
+            f"recipe {recipe.name} runs a command of its own, and only the bundled trainer compiles without training; "
+            "a launch that becomes healthy fills the cache too",
+            hint=f"orch launch {recipe.name}",
+        )
+    return recipe.model_copy(update={"command": WARM_UP, "metrics": True, "health": Health()})
 
 
 def snapshot_arguments(snapshot: Snapshot) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli.cache import cache_app
 from orchestrator.cli.env import env_app
 
 app = typer.Typer(
@@ -196,6 +197,7 @@ def trust(
 
 
 app.add_typer(env_app)
+app.add_typer(cache_app)
 
 
 @app.command("rollback-env", short_help="Go back to the last generation that worked.")

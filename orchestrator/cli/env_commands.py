@@ -18,7 +18,7 @@ from orchestrator.place.session import Session, open_session
 _CHECK_LIMIT = 900.0  # seconds
 
 
-def _place(name: str | None) -> Place:
+def meant_place(name: str | None) -> Place:
     """The place given, else that of the latest launch, else this machine."""
     from orchestrator import history
     from orchestrator.survey import is_place
@@ -30,12 +30,12 @@ def _place(name: str | None) -> Place:
     return resolve_place(hosts, name, project)
 
 
-def _places(name: str | None, all_: bool) -> list[Place]:
+def meant_places(name: str | None, all_: bool) -> list[Place]:
     from orchestrator.survey import all_places
 
     if name is not None and all_:
         raise UsageError("--all means every place: it goes without PLACE")
-    return all_places(project_and_hosts()[1]) if all_ else [_place(name)]
+    return all_places(project_and_hosts()[1]) if all_ else [meant_place(name)]
 
 
 def lock_command(name: str) -> None:
@@ -73,7 +73,7 @@ def build_command(name: str, place: str | None, *, allow_unhashed: bool, explain
     from orchestrator.environment.lock import missing
     from orchestrator.view.follow import LaunchDisplay
 
-    where = _place(place)
+    where = meant_place(place)
     by_id = re.fullmatch(r"[0-9a-f]{16}", name) is not None
     spec = None if by_id else load_environment(project_and_hosts()[0], name)
     if spec is not None and allow_unhashed:
@@ -145,7 +145,7 @@ def verify_command(place: str | None, *, all_: bool, deep: bool, explain: bool, 
     """
     from orchestrator.view.environments import print_checked
 
-    places = _places(place, all_)
+    places = meant_places(place, all_)
     if explain:
         how = "digest every file" if deep else "compare sizes and times; digest what differs"
         requests = ["which environments are there?", f"for each: {how}; set a polluted one aside that nothing uses"]
@@ -205,7 +205,7 @@ def list_command(place: str | None, *, explain: bool, json: bool) -> None:
     from orchestrator.generations import generations
     from orchestrator.view.environments import print_list
 
-    places = _places(place, place is None)
+    places = meant_places(place, place is None)
     if explain:
         print("\n".join(explanation(one, ["the environments", "the generations and pins"]) for one in places))
         return
@@ -275,7 +275,7 @@ def gc_command(place: str | None, *, yes: bool, explain: bool, json: bool) -> No
     """Remove what nothing needs, after a yes."""
     from orchestrator.view.environments import print_gc
 
-    where = _place(place)
+    where = meant_place(place)
     if explain:
         print(explanation(where, ["which environments does nothing need?", "after a yes: remove those"]))
         return

@@ -12,6 +12,7 @@ from orchestrator.config import load_recipe
 from orchestrator.errors import Unreachable, UsageError
 from orchestrator.explain import explanation
 from orchestrator.launch import Launch
+from orchestrator.records import warming
 from orchestrator.run import BEFORE_TRAINING, RunStatus
 from orchestrator.several import carry_out, launches
 from orchestrator.watch import Interrupted, Observed, follow
@@ -47,11 +48,14 @@ def _asked(
     new: bool = False,
     latest: bool = False,
     why: str = "",
+    warm: bool = False,
 ) -> list[Launch]:
     """A launch for each of the recipe's places."""
     project, hosts = project_and_hosts()
     loaded = load_recipe(project, recipe, place_override=place, overrides=overrides)
-    return launches(project, hosts, loaded, report, new=new, latest=latest, why=why)
+    if warm:
+        loaded = warming(loaded)
+    return launches(project, hosts, loaded, report, new=new, latest=latest, why=why, warm=warm)
 
 
 def _planned(asked: list[Launch]) -> LaunchPlan:
@@ -94,6 +98,7 @@ def launch_command(
     why: str,
     explain: bool,
     json: bool,
+    warm: bool = False,
 ) -> None:
     """Launch, then follow to the end unless detached.
 
@@ -101,20 +106,20 @@ def launch_command(
         typer.Exit: 1 when the run failed, was stopped or is lost.
     """
     if explain:
-        _explain(recipe, place, overrides, new=new, latest=latest)
+        _explain(recipe, place, overrides, new=new, latest=latest, warm=warm)
         return
     if json and not detach:
-        raise UsageError("launch --json goes with --detach: to follow a run as JSON, ask orch status --json")
+        raise UsageError("--json goes with --detach: to follow a run as JSON, ask orch status --json")
     from orchestrator.view.follow import LaunchDisplay
 
     out = console()
     with LaunchDisplay(out) as display:
         report = _Silent() if json else display
-        asked = _asked(recipe, place, overrides, report, new=new, latest=latest, why=why)
+        asked = _asked(recipe, place, overrides, report, new=new, latest=latest, why=why, warm=warm)
         launch, names = asked[0], _names(asked)
         try:
             if not json:
-                out.print(f"launching {launch.recipe.name} at {names}", soft_wrap=True)
+                out.print(f"{'warming' if warm else 'launching'} {launch.recipe.name} at {names}", soft_wrap=True)
             carry_out(asked, report)
         except BaseException as error:
             _close(asked)
@@ -141,10 +146,12 @@ def _say(out: Console, what: str, run: str) -> None:
     out.print(f"  orch status {run}\n  orch logs -f {run}\n  orch attach {run}\n  orch stop {run}", soft_wrap=True)
 
 
-def _explain(recipe: str, place: str | None, overrides: list[str], *, new: bool, latest: bool) -> None:
+def _explain(
+    recipe: str, place: str | None, overrides: list[str], *, new: bool, latest: bool, warm: bool = False
+) -> None:
     from orchestrator.view.plan import print_plan
 
-    asked = _asked(recipe, place, overrides, _Silent(), new=new, latest=latest)
+    asked = _asked(recipe, place, overrides, _Silent(), new=new, latest=latest, warm=warm)
     plan = _planned(asked)
     for launch in asked:
         print(explanation(launch.place, plan.requests))
@@ -162,7 +169,7 @@ def _follow(out: Console, asked: list[Launch]) -> int:
     last: RunStatus | None = None
     tail = b""
     try:
-        with FollowDisplay(out, _total_steps(launch.recipe.settings)) as display:
+        with FollowDisplay(out, None if launch.warm else _total_steps(launch.recipe.settings)) as display:
             for event in follow(launch.place, launch.run, session=launch.session, wait=1.0):
                 if isinstance(event, Interrupted):
                     display.interrupted(event.reason, event.seconds)

@@ -102,6 +102,15 @@ def told(cache: Mapping[str, Any] | None) -> list[str]:
     return lines
 
 
+def kept(cache: Mapping[str, Any] | None) -> str:
+    """What a run's compiling was kept as; "" where nothing was."""
+    cache = cache or {}
+    harvest = cache.get("harvest")
+    if not isinstance(harvest, dict) or harvest.get("how") != "harvested":
+        return ""
+    return plain(f"compile cache kept as {cache.get('key')}/{harvest.get('digest')}: {_count(harvest, 'files')} files")
+
+
 def _seconds(value: Any) -> float | None:
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
     return float(value) if known else None

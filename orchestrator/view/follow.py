@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.compile_cache.words import compiled, kept, told
 from orchestrator.plain import plain
 from orchestrator.run import RunStatus
 from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines, phase_words
@@ -180,4 +181,7 @@ def summary(console: Console, status: RunStatus, log: bytes) -> None:
     indent = "  " if max(map(len, lines), default=0) + 2 <= console.width else ""
     for line in lines:
         console.print(Text(f"{indent}{line}", style="" if status.phase != "stopped" else "dim"), soft_wrap=True)
+    for words in (compiled(status.cache, status.compile), kept(status.cache), *told(status.cache)):
+        if words:
+            console.print(Text(words), soft_wrap=True)
     console.print(head, soft_wrap=True)

@@ -1,0 +1,125 @@
+"""Compile caches for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from orchestrator.compile_cache.words import took
+from orchestrator.plain import plain
+from orchestrator.view.environments import when
+from orchestrator.view.text import size
+
+if TYPE_CHECKING:
+    from orchestrator.compile_cache.store import Stored
+
+_SHOWN = 20  # files that are named
+
+
+def print_list(console: Console, place: str, caches: Sequence[Mapping[str, Any]]) -> None:
+    """The caches at a place, the newest used first."""
+
+    def say(text: str) -> None:
+        console.print(plain(text), soft_wrap=True)
+
+    say(f"{place}: {_count(len(caches), 'compile cache')}")
+    for one in caches:
+        say(f"  {one['key']}  {size(one.get('bytes'))}  {_label(one.get('label'))}  {_uses(one.get('uses') or {})}")
+        say(f"    {parts_line(one.get('parts') or {})}")
+        for snapshot in one.get("snapshots") or ():
+            marks = ["launches take it"] if snapshot["digest"] == one.get("current") else []
+            marks += snapshot.get("kept_by") or []
+            marks += [f"cannot be used: {snapshot['why']}"] if snapshot.get("why") else []
+            cold = snapshot.get("cold_seconds")
+            marks += [f"took {took(float(cold))} to compile"] if cold is not None else []
+            told = [snapshot["digest"], f"{snapshot.get('files') or '?'} files", size(snapshot.get("bytes"))]
+            told += [f"from {snapshot.get('from') or 'somebody'}, {when(snapshot.get('made'))}", *marks]
+            say("    " + "  ".join(told))
+        for aside in one.get("aside") or ():
+            say(f"    {aside['name']}  {size(aside.get('bytes'))}  moved aside: {aside.get('why') or 'no word'}")
+
+
+def _uses(uses: Mapping[str, Any]) -> str:
+    if not uses.get("runs"):
+        return "never used"
+    told = [_count(uses["runs"], "run"), f"{uses.get('warm') or 0} warm"]
+    told.append(f"{uses.get('hits') or 0} hits, {uses.get('misses') or 0} misses")
+    told += [f"{uses['rebuilt']} rebuilt"] if uses.get("rebuilt") else []
+    saved = uses.get("saved_seconds")
+    told += [f"{took(float(saved))} saved"] if saved else []
+    return ", ".join([*told, f"used {when(uses.get('last_at'))}"])
+
+
+def _label(label: Any) -> str:
+    return str(label.get("recipe") or "(no recipe)") if isinstance(label, dict) else "(no recipe)"
+
+
+def parts_line(parts: Mapping[str, Any]) -> str:
+    """A key's parts in a line, digests and settings left out."""
+    gpu = parts.get("gpu")
+    told = [f"torch {parts.get('torch')}", f"triton {parts.get('triton')}", f"CUDA {parts.get('cuda')}"]
+    told.append(", ".join(map(str, gpu)) if gpu else "CPU")
+    if not gpu and parts.get("environment_path"):
+        told.append(f"environment {parts['environment_path']}")
+    config = parts.get("config")
+    told += [f"{name}={value}" for name, value in config.items()] if isinstance(config, dict) else []
+    shapes = parts.get("shapes")
+    told.append(f"shapes {shapes.get('digest') if isinstance(shapes, dict) else '?'}")
+    return "  ".join(told)
+
+
+def print_stored(console: Console, stored: Sequence[Stored]) -> None:
+    """What is kept on this machine."""
+    total = sum(one.packed for one in stored)
+    console.print(f"here: {_count(len(stored), 'compile cache')}, {size(total)} packed", soft_wrap=True)
+    for one in stored:
+        about = [one.name, f"{size(one.packed)} ({size(one.bytes)} unpacked)", _label(dict(one.label))]
+        about.append(f"from {one.about.get('from')}, {when(one.at)}")
+        console.print(plain("  " + "  ".join(about)), soft_wrap=True)
+        console.print(plain(f"    {parts_line(one.parts.to_json())}"), soft_wrap=True)
+
+
+def print_verified(console: Console, place: str, snapshots: Sequence[Mapping[str, Any]]) -> None:
+    """Snapshot by snapshot, with the files that are not as they should be."""
+
+    def say(text: str) -> None:
+        console.print(plain(text), soft_wrap=True)
+
+    if not snapshots:
+        say(f"{place}: no compile caches")
+    for one in snapshots:
+        name = f"{place}: {one['key']}/{one['digest']}"
+        wrong = [f"{path} {why}" for path, why in one["damaged"]]
+        wrong += [f"{path} is missing" for path in one["missing"]]
+        wrong += [f"{path} is foreign: no manifest names it" for path in one["foreign"]]
+        wrong += [str(one["why"])] if one["why"] else []
+        if not wrong:
+            say(f"{name}: sound, {one['files']} files, {size(one['bytes'])}")
+            continue
+        say(f"{name}: DAMAGED")
+        for line in wrong[:_SHOWN]:
+            say(f"  {line}")
+        if len(wrong) > _SHOWN:
+            say(f"  … and {len(wrong) - _SHOWN} more")
+
+
+def print_gc(console: Console, place: str, plan: Mapping[str, Any]) -> None:
+    """What could go and what stays, with bytes."""
+    for item in plan["kept"]:
+        console.print(plain(f"  keep    {_item(item)}: {', '.join(item['why'])}"), soft_wrap=True)
+    for item in plan["removed"]:
+        console.print(plain(f"  remove  {_item(item)}: {item['why']}"), soft_wrap=True)
+    freed = int(plan["freed"])
+    count = _count(len(plan["removed"]), "cache")
+    console.print(f"{place}: {count} to remove, {freed:,} bytes ({size(freed)})", soft_wrap=True)
+
+
+def _item(item: Mapping[str, Any]) -> str:
+    name = item["key"] if item.get("digest") is None else f"{item['key']}/{item['digest']}"
+    return f"{item['name'] if item.get('name') else name}  {size(item.get('bytes'))}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
