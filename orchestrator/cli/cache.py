@@ -25,7 +25,7 @@ ExplainOption = Annotated[
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do it without asking.")]
 
 
-@cache_app.command("warm")
+@cache_app.command("warm", short_help="Compile what a recipe will use; train nothing.")
 def warm(
     recipe: Annotated[str, typer.Argument(help="A recipe of the bundled trainer.")],
     place: Annotated[
@@ -44,7 +44,7 @@ def warm(
     warm_command(recipe, place, set_ or [], detach=detach, explain=explain, json=json)
 
 
-@cache_app.command("list")
+@cache_app.command("list", short_help="Show caches: size, key, hits, last use.")
 def list_(
     place: PlaceArgument = None, here: HereOption = False, explain: ExplainOption = False, json: JsonOption = False
 ) -> None:
@@ -54,7 +54,7 @@ def list_(
     list_command(place, here=here, explain=explain, json=json)
 
 
-@cache_app.command("verify")
+@cache_app.command("verify", short_help="Hold every file against its digest.")
 def verify(
     place: PlaceArgument = None, here: HereOption = False, explain: ExplainOption = False, json: JsonOption = False
 ) -> None:
@@ -64,7 +64,7 @@ def verify(
     verify_command(place, here=here, explain=explain, json=json)
 
 
-@cache_app.command("gc")
+@cache_app.command("gc", short_help="Remove caches by age and size; asks first.")
 def gc(
     place: PlaceArgument = None,
     here: HereOption = False,
@@ -85,7 +85,7 @@ def gc(
     gc_command(place, here=here, older=older, larger=larger, yes=yes, explain=explain, json=json)
 
 
-@cache_app.command("pull")
+@cache_app.command("pull", short_help="Take a cache of a place into this machine's store.")
 def pull(
     cache: CacheArgument, place: PlaceArgument = None, explain: ExplainOption = False, json: JsonOption = False
 ) -> None:
@@ -95,7 +95,7 @@ def pull(
     pull_command(cache, place, explain=explain, json=json)
 
 
-@cache_app.command("push")
+@cache_app.command("push", short_help="Bring a cache of this machine's store to a place.")
 def push(
     cache: CacheArgument, place: PlaceArgument = None, explain: ExplainOption = False, json: JsonOption = False
 ) -> None:

@@ -177,7 +177,7 @@ def _gc_here(older: float | None, most: int | None, *, dry_run: bool) -> dict[st
             why = f"came here {(now - one.at) / 86400:.0f} days ago"
         elif most is not None and left > most:
             why = f"all together take more than {most:,} bytes"
-        told = {"key": one.key, "digest": one.digest, "bytes": one.packed}
+        told: dict[str, Any] = {"key": one.key, "digest": one.digest, "bytes": one.packed}
         if not why:
             kept.append({**told, "last_used": one.at, "why": ["neither old nor too much"]})
             continue
@@ -185,7 +185,7 @@ def _gc_here(older: float | None, most: int | None, *, dry_run: bool) -> dict[st
         removed.append({**told, "why": why})
         if not dry_run:
             store.remove(one)
-    freed = sum(item["bytes"] for item in removed)
+    freed = sum(int(item["bytes"]) for item in removed)
     return {"removed": removed, "kept": kept, "freed": freed, "bytes": left, "dry_run": dry_run}
 
 
@@ -271,12 +271,8 @@ def push_command(reference: str, place: str | None, *, explain: bool, json: bool
 
         sent = push(session, stored, progress)
         if not json:
-            how = (
-                "is there already"
-                if sent.how == "there"
-                else f"{sent.bytes:,} bytes sent as {sent.encoding} ({sent.why})"
-            )
-            display.end("push", f"{stored.name}, {how}")
+            how = f"{sent.bytes:,} bytes sent as {sent.encoding} ({sent.why})"
+            display.end("push", f"{stored.name}, {'there already' if sent.how == 'there' else how}")
     if json:
         told = {"bytes": sent.bytes, "contents": sent.contents, "how": sent.how, "encoding": sent.encoding}
         print_json({"place": where.name, "key": stored.key, "digest": stored.digest, **told, "why": sent.why})
