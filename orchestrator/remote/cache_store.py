@@ -128,15 +128,20 @@ def locked(root: str, key: str, patience: float = PATIENCE) -> Iterator[None]:
 
 
 def add(root: str, key: str, folder: str, manifest: Dict[str, Any], make_current: bool) -> str:
-    """Makes what lies in `folder` (its `files/`, complete) a snapshot: "new", or "there" where it was. Raises OSError,
-    TimeoutError. Visible only when all is there; what happens before that leaves nothing in the key's folder."""
+    """`publish`, with the key's lock taken for it. Raises TimeoutError too."""
+    with locked(root, key):
+        return publish(root, key, folder, manifest, make_current)
+
+
+def publish(root: str, key: str, folder: str, manifest: Dict[str, Any], make_current: bool) -> str:
+    """Makes what lies in `folder` (its `files/`, complete) a snapshot: "new", or "there" where it was. The caller holds
+    the key's lock. Visible only when all is there; until then nothing is in the key's folder. Raises OSError."""
     digest = manifest["digest"]
     text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     write_file(os.path.join(folder, MANIFEST), text, 0o444)
-    with locked(root, key):
-        how = rename_new(folder, snapshot_dir(root, key, digest))
-        if make_current or current(root, key) is None:
-            set_current(root, key, digest)
+    how = rename_new(folder, snapshot_dir(root, key, digest))
+    if make_current or current(root, key) is None:
+        set_current(root, key, digest)
     return how
 
 

@@ -1,8 +1,9 @@
 """Generations: what each launch of a recipe used, how it turned out, and the pin that holds a recipe to one.
 
 `<root>/recipes/<name>/generations.jsonl` is append-only. A line `{"event": "started", "generation": n, …}` is one
-generation, `{"event": "mark", "generation": n, "standing", "by"}` says how it stands, `{"event": "pinned" | "lifted"}`
-is for people. `<root>/recipes/<name>/pin` is replaced or removed in one step.
+generation, `{"event": "mark", "generation": n, "standing", "by"}` says how it stands, `{"event": "cache",
+"generation": n, "cache"}` names the compile cache that its run made where it began with none, and `{"event": "pinned" |
+"lifted"}` is for people. `<root>/recipes/<name>/pin` is replaced or removed in one step.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ def read(root: str, recipe: str) -> List[Dict[str, Any]]:
             continue
         if line.get("event") == "started" and number not in found:
             found[number] = dict(line, standing="new", marked_by=None, marked_at=None)
+        elif line.get("event") == "cache" and number in found:
+            if found[number].get("cache") is None:
+                found[number]["cache"] = line.get("cache")
         elif line.get("event") == "mark" and number in found and line.get("standing") in STANDINGS:
             entry = found[number]
             if line.get("by") == RUNNER and entry["marked_by"] not in (None, RUNNER):
@@ -113,6 +117,14 @@ def mark(root: str, recipe: str, number: int, standing: str, by: str, why: Optio
         append_line(os.path.join(home, "generations.jsonl"), json.dumps(line, ensure_ascii=False))
 
 
+def add_cache(root: str, recipe: str, number: int, cache: str) -> None:
+    """Appends which compile cache ("<key>/<digest>") a generation made that began with none. Raises OSError,
+    TimeoutError."""
+    home = folder(root, recipe)
+    with locked(os.path.join(home, ".lock"), PATIENCE):
+        _tell(home, {"event": "cache", "generation": number, "cache": cache})
+
+
 class Chronicle:
     """What a runner tells of its own run's generation; what the disk does not take is told again later."""
 
@@ -124,12 +136,19 @@ class Chronicle:
         self._recipe = about.get("recipe")
         self._begun = self._recipe is None
         self._marks: List[Any] = []
+        self._cache: Optional[str] = None
         self._next = 0.0
         self.number: Optional[int] = None
 
     def mark(self, standing: str, why: str) -> None:
         if self._recipe is not None:
             self._marks.append((standing, why))
+            self._next = 0.0
+
+    def made(self, cache: str) -> None:
+        """The run made this compile cache ("<key>/<digest>"), and had begun with none."""
+        if self._recipe is not None:
+            self._cache = cache
             self._next = 0.0
 
     def ended(self, phase: str, reason: str, mark: Optional[Dict[str, Any]], state: Dict[str, Any]) -> None:
@@ -146,7 +165,7 @@ class Chronicle:
 
     def step(self) -> None:
         """Write what is due. Raises nothing that a full disk or a busy lock can cause."""
-        if (self._begun and not self._marks) or time.monotonic() < self._next:
+        if (self._begun and not self._marks and self._cache is None) or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 2.0
         recipe = str(self._recipe)
@@ -158,6 +177,9 @@ class Chronicle:
                 standing, why = self._marks[0]
                 mark(self._root, recipe, self.number, standing, RUNNER, why)
                 self._marks.pop(0)
+            if self._cache is not None and self.number is not None:
+                add_cache(self._root, recipe, self.number, self._cache)
+                self._cache = None
         except (OSError, TimeoutError):
             return
 

@@ -1,5 +1,5 @@
 """Reading metrics.jsonl, which any program may write: a line is an object with some of `step`, `loss`,
-`tokens` (in this step, not in all), `time` (seconds), `phase`, `eval`.
+`tokens` (in this step, not in all), `time` (seconds), `phase`, `eval`, `compile` (see `Compiled`).
 
 A last line without its end is left for later, a broken one is counted and passed over, NaN and Infinity are
 let pass (they come out as None: other JSON readers do not know them).
@@ -20,6 +20,61 @@ Line = Dict[str, Any]
 TAIL = 256 << 10  # bytes read of a large file
 WINDOW_SECONDS, WINDOW_STEPS = 30.0, 20
 _LONGEST = 1 << 20  # a line beyond this is none
+_FIGURES = ("hits", "misses", "rebuilt", "new_files", "seconds")
+_WORST = ("misses", "rebuilt", "graphs")
+_NAMES = 8
+
+
+class Compiled:
+    """What ranks tell of the compile cache: `{"graph", "kind", "hit", "rebuilt", "seconds", "rank"}` for each graph,
+    then `{"done": true, "hits", "misses", "rebuilt", "new_files", "seconds", "rank"}`, whose figures stand for theirs.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: Dict[int, Dict[str, Any]] = {}
+
+    def feed(self, told: Any) -> None:
+        """One line's `compile`; what is of another kind is passed over."""
+        if not isinstance(told, dict):
+            return
+        rank = self._ranks.setdefault(int(_number(told.get("rank")) or 0), {"done": {}, "missed": []})
+        if told.get("done") is True:
+            # several in turn, as one for each kind of GPU, add up
+            for name in _FIGURES:
+                rank["done"][name] = rank["done"].get(name, 0) + (_number(told.get(name)) or 0)
+            rank["under way"] = {}
+            return
+        under_way = rank.setdefault("under way", {})
+        hit, rebuilt = told.get("hit"), told.get("rebuilt") is True
+        for name, more in (("hits", hit is True), ("misses", hit is False), ("rebuilt", rebuilt)):
+            under_way[name] = under_way.get(name, 0) + more
+        under_way["seconds"] = under_way.get("seconds", 0) + (_number(told.get("seconds")) or 0)
+        if hit is False and isinstance(told.get("graph"), str) and len(rank["missed"]) < _NAMES:
+            rank["missed"].append(told["graph"][:200])
+
+    def summary(self) -> Optional[Dict[str, Any]]:
+        """`{"hits", "misses", "rebuilt", "graphs", "new_files", "seconds", "done", "ranks", "rank", "missed"}`, None
+        while nothing was told.
+
+        The figures are those of the rank that fared worst (`rank`; of equals the lowest), `missed` its graphs by name;
+        `seconds` and `new_files` are the largest of all. `done`: no rank has told of a graph since it was done.
+        """
+        if not self._ranks:
+            return None
+        figures = {number: _added(rank) for number, rank in self._ranks.items()}
+        worst = min(figures, key=lambda number: [-figures[number][name] for name in _WORST] + [number])
+        found: Dict[str, Any] = {name: int(figures[worst][name]) for name in ("hits", "misses", "rebuilt")}
+        found["graphs"] = int(figures[worst]["graphs"])
+        found["new_files"] = int(max(one["new_files"] for one in figures.values()))
+        found["seconds"] = round(max(one["seconds"] for one in figures.values()), 2)
+        found["done"] = not any(rank.get("under way", True) for rank in self._ranks.values())
+        found.update(ranks=len(figures), rank=worst, missed=list(self._ranks[worst]["missed"]))
+        return found
+
+
+def _added(rank: Dict[str, Any]) -> Dict[str, float]:
+    figures = {name: rank["done"].get(name, 0) + rank.get("under way", {}).get(name, 0) for name in _FIGURES}
+    return dict(figures, graphs=figures["hits"] + figures["misses"])
 
 
 class Summary:
@@ -32,6 +87,7 @@ class Summary:
         self.eval: Optional[Line] = None  # the last line with "eval"
         self.step: Optional[int] = None
         self.phase: Optional[str] = None  # what the program says of itself
+        self.compiled = Compiled()
         self._recent: Deque[Tuple[float, float]] = collections.deque(maxlen=4096)
 
     def feed(self, raw: bytes) -> None:
@@ -48,6 +104,8 @@ class Summary:
             self.phase = phase
         if step is not None:
             self.step = int(step)
+        if "compile" in line:
+            self.compiled.feed(line["compile"])
         if line.get("eval") is not None:
             self.eval = line
         elif step is not None:

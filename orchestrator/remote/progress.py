@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Callable, Dict, Optional
 
-from .metrics import Follower
+from .metrics import Compiled, Follower
 from .recorder import Recorder
 from .rundir import RunDir
 
@@ -41,6 +41,12 @@ class Progress:
             self._records.set(step=told["step"], step_at=time.time(), tokens_per_second=rate)
         self._advance(str(told.get("phase")))
 
+    def begin_anew(self) -> None:
+        """The program is started once more: what the first one told of its compiling is not the second one's."""
+        self.step(stopping=True)
+        self._metrics.summary.compiled = Compiled()
+        self._records.set(compile=None)
+
     def step(self, stopping: bool) -> None:
         """One piece of what was appended. While the run is stopping its phase stays."""
         if not self._metrics.step():
@@ -52,6 +58,7 @@ class Progress:
             fields.update(step=summary.step, step_at=time.time())
         if summary.eval is not None:
             fields["eval"] = summary.eval
+        fields["compile"] = summary.compiled.summary()
         records.set(**fields)
         if not stopping:
             self._advance("training" if summary.step is not None else str(summary.phase))

@@ -39,6 +39,8 @@ KINDS: Dict[str, Tuple[type, ...]] = {
     "stop": (dict,),
     "places": (list,),
     "first": (dict,),
+    "cache": (dict,),
+    "compile": (dict,),
 }
 
 _SMALL = 4 << 20  # no record of ours is larger; a file that is, isn't one

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import time
@@ -16,13 +15,15 @@ import traceback
 from typing import Any, Callable, Dict, List, Optional
 
 from . import processes, spawn
+from .alarm import Alarm
+from .cache_run import RunCache
 from .cgroup import MemoryGroup, machine_oom_kills
 from .company import TOKEN, Company
 from .echo import Echo
 from .generations import Chronicle
 from .progress import Progress
 from .recorder import Recorder
-from .rundir import MEETING, RunDir, State, no_exit, read_json
+from .rundir import RunDir, State, no_exit, read_json
 from .sampler import Sampler
 
 LOCK_PATIENCE = 30.0
@@ -42,9 +43,11 @@ class Runner:
         self.records = Recorder(run, {}, self.echo.say)
         self.progress = Progress(run, self.records, {})
         self.company = Company({}, self.records)
+        self.cache = RunCache(run, {}, self.records, self.echo.say)
         self.chronicle: Optional[Chronicle] = None
         self.trainer: Any = None  # Popen
         self.returncode: Optional[int] = None
+        self._hidden: Dict[str, str] = {}  # the secrets, for a trainer that is started once more
         self.stopping = False
         self.terminated = False  # SIGTERM came
         self._deadline = 0.0
@@ -52,11 +55,13 @@ class Runner:
         self._gpu_error: Optional[str] = None
         self._pane_gone = False
         self._errors: List[str] = []
-        self._wake, self._waker = os.pipe()
+        self.alarm = Alarm()
 
     def main(self) -> int:
         """Take the run over, if nobody has; see it to its end."""
-        self._signals()
+        self.alarm.listen(self._on_term)
+        processes.become_subreaper()
+        spawn.set_oom_score(spawn.RUNNER_OOM_SCORE)
         lock = self.run.try_lock(LOCK_PATIENCE)
         if lock is None:
             self.echo.say("%s is kept by another runner" % self.run.run)
@@ -69,29 +74,22 @@ class Runner:
             return 0
         if not self._take_over(state):
             return 1
+        self._guard(lambda: self.cache.prepare(self.records.step))
         if self.run.stop_request() is not None:
-            self._secrets()
+            spawn.take_secrets(self.run, self.records.event)
             return self._end("stopped", no_exit("stopped before it began"))
         if not self._start():
             return 127
-        self._watch()
-        return self._finish()
+        while True:
+            self._watch()
+            if not self._again():
+                return self._finish()
+            if not self._spawn():
+                return 127
 
     # ---- beginning --------------------------------------------------------------------------
 
-    def _signals(self) -> None:
-        # a pane that is closed hangs up, and keys pressed in it by someone who only looks must end nothing
-        for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTOU", "SIGTTIN", "SIGPIPE"):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-        os.set_blocking(self._waker, False)
-        os.set_blocking(self._wake, False)
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._on_term)
-        processes.become_subreaper()
-        spawn.set_oom_score(spawn.RUNNER_OOM_SCORE)
-
-    def _on_term(self, *_: Any) -> None:
+    def _on_term(self) -> None:
         self.terminated = True
         self._next_look = 0.0
 
@@ -111,28 +109,27 @@ class Runner:
             self.records.event("launch_unreadable", why=why)
         self.progress = Progress(self.run, self.records, self.launch.get("health") or {})
         self.company = Company(self.launch, self.records)
+        self.cache = RunCache(self.run, self.launch, self.records, self.echo.say)
         self.sampler = Sampler(_number(self.launch.get("sample_seconds"), 5.0))
         return True
-
-    def _secrets(self) -> Dict[str, str]:
-        """Read and removed before anything could see them in the file."""
-        secrets, _ = read_json(self.run.file("secrets.json"))
-        for name in ("secrets.json", MEETING):
-            try:
-                os.unlink(self.run.file(name))
-            except FileNotFoundError:
-                pass
-            except OSError as e:
-                self.records.event("secrets_not_removed", why=e.strerror)
-        return {str(k): str(v) for k, v in (secrets or {}).items()}
 
     def _start(self) -> bool:
         self.kills_before, self.kills_unknown = self.memory.oom_kills()
         self.machine_before = machine_oom_kills()
-        secrets = self._secrets()
-        self.company = Company(self.launch, self.records, secrets.pop(TOKEN, ""), self._wake_up)
+        self._hidden = spawn.take_secrets(self.run, self.records.event)
+        self.company = Company(self.launch, self.records, self._hidden.pop(TOKEN, ""), self.alarm.wake)
+        if not self._spawn():
+            return False
+        about = self.launch.get("generation") or {}
+        self.chronicle = Chronicle(os.path.dirname(os.path.dirname(self.run.real)), self.run.run, about)
+        self.progress.mark = self.chronicle.mark
+        self._guard(self.chronicle.step)
+        return True
+
+    def _spawn(self) -> bool:
+        self.cache.started()
         try:
-            self.trainer = spawn.trainer(self.launch, self.run, secrets)
+            self.trainer = spawn.trainer(self.launch, self.run, self._hidden)
         except (OSError, ValueError) as e:
             where = getattr(e, "filename", None)
             reason = "could not be started: %s%s" % (
@@ -154,18 +151,30 @@ class Runner:
             self.records.phase("training")
         self.records.step(force=True)
         self.company.begin(self.trainer.pid)
-        about = self.launch.get("generation") or {}
-        self.chronicle = Chronicle(os.path.dirname(os.path.dirname(self.run.real)), self.run.run, about)
-        self.progress.mark = self.chronicle.mark
-        self._guard(self.chronicle.step)
         self.echo.say("%s started, pid %d" % (self.run.run, self.trainer.pid))
+        return True
+
+    def _again(self) -> bool:
+        """Whether the trainer is to start once more: it failed on a bad entry of its compile cache, before its first
+        step, and the snapshot has been moved aside. Of several places none starts again by itself."""
+        self._guard(self._progress)
+        if self.returncode == 0 or self.stopping or self.records.state.get("step") is not None:
+            return False
+        alone = not self.launch.get("peers")
+        if self.cache.broke(restart=alone) is None or not alone:
+            return False
+        self._end_leftovers()
+        self.returncode = None
+        self.progress.begin_anew()
+        self.company = Company(self.launch, self.records, "", self.alarm.wake)
+        self.records.set(first=None)
         return True
 
     # ---- while it runs ----------------------------------------------------------------------
 
     def _watch(self) -> None:
         while self.returncode is None and not self.stopping:
-            self._sleep(TICK)
+            self.alarm.sleep(TICK)
             self._tick()
             if self.returncode is None:
                 self._guard(self._look_for_stop)
@@ -173,7 +182,7 @@ class Runner:
         if self.stopping:
             self._say_leftovers(self._end_processes())
         while self.returncode is None:  # in an uninterruptible state: it goes when the kernel lets it
-            self._sleep(TICK)
+            self.alarm.sleep(TICK)
             self._tick()
 
     def _tick(self) -> None:
@@ -194,16 +203,6 @@ class Runner:
         self.records.step()
         if self.chronicle is not None:
             self.chronicle.step()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._waker, b"!")
-
-    def _sleep(self, seconds: float) -> None:
-        select.select([self._wake], [], [], seconds)
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake, 512):
-                pass
 
     def _reap(self) -> None:
         """Collect the trainer's status, and whatever orphans came to this process."""
@@ -311,7 +310,7 @@ class Runner:
             os.killpg(self.trainer.pid, signal.SIGTERM)
         while self.returncode is None and time.monotonic() < self._deadline:
             tick()
-            self._sleep(TICK)
+            self.alarm.sleep(TICK)
         with contextlib.suppress(OSError):
             os.killpg(self.trainer.pid, signal.SIGKILL)
 
@@ -328,22 +327,29 @@ class Runner:
         # at once: should this process end while it ends leftovers, how the trainer ended is known
         self.records.set(exit=record)
         self.records.step(force=True)
-        if not self.stopping and os.path.isdir(processes.PROC):
-            self._deadline = time.monotonic() + LEFTOVER_GRACE
-            ended, left = processes.end_all(self._find, lambda: self._deadline, tick=self._tick)
-            if ended:
-                self.records.event("leftovers_ended", processes=processes.describe(ended))
-            self._say_leftovers(left)
+        if not self.stopping:
+            self._end_leftovers()
         self._guard(self._reap)
         self._guard(self._progress)
         self._guard(self.company.settle)
         if self.returncode == 0 and not self.stopping:
             return self._end("finished", record)
+        record["reason"] += self.cache.advice
         if self.company.why is not None:
             record["reason"] += "; %s" % self.company.why
         elif self.stopping and not self.records.state.get("stop"):
             record["reason"] += "; the runner was told to end without a request to stop, as when a machine shuts down"
         return self._end("stopped" if self.stopping and self.records.state.get("stop") else "failed", record)
+
+    def _end_leftovers(self) -> None:
+        """What the trainer left behind when it ended."""
+        if not os.path.isdir(processes.PROC):
+            return
+        self._deadline = time.monotonic() + LEFTOVER_GRACE
+        ended, left = processes.end_all(self._find, lambda: self._deadline, tick=self._tick)
+        if ended:
+            self.records.event("leftovers_ended", processes=processes.describe(ended))
+        self._say_leftovers(left)
 
     def _exit_record(self) -> Dict[str, Any]:
         after, unknown = self.memory.oom_kills()
@@ -352,6 +358,7 @@ class Runner:
         return spawn.exit_record(self.returncode, time.time(), kills, machine, unknown or self.kills_unknown)
 
     def _end(self, phase: str, record: Dict[str, Any]) -> int:
+        self._guard(lambda: self._end_cache(phase))
         if self.chronicle is not None:
             self.chronicle.ended(phase, str(record.get("reason")), self.launch.get("health"), self.records.state)
         self.records.set(exit=record)
@@ -364,6 +371,11 @@ class Runner:
         if record["signal"] is not None:
             return 128 + int(record["signal"])
         return 1 if record["code"] is None else int(record["code"])
+
+    def _end_cache(self, phase: str) -> None:
+        made = self.cache.end(phase, self.records.state, self._tick)
+        if made is not None and self.chronicle is not None:
+            self.chronicle.made(made)
 
 
 def _more(before: Optional[int], after: Optional[int]) -> Optional[int]:

@@ -8,10 +8,10 @@ import pwd
 import resource
 import signal
 import subprocess
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from . import tmux
-from .rundir import RunDir
+from .rundir import MEETING, RunDir, read_json
 
 # the kernel, short of memory, takes the trainer and not what keeps its record
 TRAINER_OOM_SCORE, RUNNER_OOM_SCORE = 500, -500
@@ -41,6 +41,19 @@ def environment(launch: Dict[str, Any], run: RunDir, secrets: Dict[str, str]) ->
     env["ORCH_RUN_DIR"] = run.path
     env["ORCH_METRICS"] = run.file("metrics.jsonl")
     return env
+
+
+def take_secrets(run: RunDir, event: Callable[..., Any]) -> Dict[str, str]:
+    """Read and removed before anything could see them in the file; `event` is told where that cannot be."""
+    secrets, _ = read_json(run.file("secrets.json"))
+    for name in ("secrets.json", MEETING):
+        try:
+            os.unlink(run.file(name))
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            event("secrets_not_removed", why=e.strerror)
+    return {str(k): str(v) for k, v in (secrets or {}).items()}
 
 
 def trainer(launch: Dict[str, Any], run: RunDir, secrets: Dict[str, str]) -> subprocess.Popen[bytes]:
