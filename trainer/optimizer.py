@@ -21,19 +21,21 @@ def orthogonalise(matrix: Tensor, iterations: int = 5) -> Tensor:
     """[m, n] -> a matrix with the same singular vectors and singular values near 1 (about 0.7 to 1.2).
 
     Each iteration multiplies by a polynomial of the Gram matrix. They commute, so all of them are multiplied up in
-    the [m, m] of the shorter side, and the long side is met twice only: 1.1 to 3 times as fast on two CPU cores.
+    the [m, m] of the shorter side, and the long side is met twice only. On a CPU the arithmetic is all that it takes,
+    even at a width of 192: stacking matrices for batched products was no faster.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (x.norm() + 1e-7)
     gram = x @ x.T
-    product = torch.eye(len(gram), dtype=x.dtype, device=x.device)
-    for _ in range(iterations):
-        polynomial = b * gram + c * gram @ gram
+    product = None  # of the polynomials so far
+    for left in reversed(range(iterations)):
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         polynomial.diagonal().add_(a)
-        product = polynomial @ product
-        gram = polynomial @ gram @ polynomial
+        product = polynomial if product is None else polynomial @ product
+        if left:
+            gram = polynomial @ gram @ polynomial
     x = product @ x
     return x.T if tall else x
 
