@@ -186,7 +186,7 @@ class Pulled:
     """A stream to be read, out of the parts of one that come by themselves."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
-        self._parts = parts
+        self._parts = filter(None, parts)  # an empty part is not the end
         self._held = memoryview(b"")
         self.bytes = 0
 
@@ -222,8 +222,7 @@ def _gunzipped(parts: Iterator[bytes]) -> Iterator[bytes]:
     decoder = zlib.decompressobj(wbits=31)
     for data in parts:
         while data:
-            if made := decoder.decompress(data, CHUNK):  # nothing would be taken for the end
-                yield made
+            yield decoder.decompress(data, CHUNK)
             data = decoder.unconsumed_tail
             if decoder.eof:
                 data = decoder.unused_data
@@ -305,7 +304,8 @@ def _encoded(coder: _Encoder, found: Iterator[tuple[str, int, Iterator[bytes]]],
             made = coder.compress(data)
             if made:
                 yield made
-    yield coder.flush()
+    if rest := coder.flush():
+        yield rest
 
 
 def cost(pack: Pack, lacking: frozenset[str] | None, encoding: str) -> tuple[int, bool]:

@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.compile_cache import pack as packs
 from orchestrator.compile_cache.key import KEY, KeyParts, Prediction, Relative, parts_of, predict, seeds
 from orchestrator.compile_cache.key import differences as key_differences
-from orchestrator.compile_cache.store import Store, Stored
+from orchestrator.compile_cache.store import Store, Stored, verify
 from orchestrator.config import Recipe
 from orchestrator.environment.sending import on_this_machine
 from orchestrator.errors import NotFound, OrchError
@@ -146,6 +146,8 @@ def _pinned(found: Found, store: Store, want: str, name: str) -> tuple[CachePlan
         if send is None:
             return None, (f"{name} is gone, here and there: going on with what is there",)
         parts = send.parts
+    if parts.digest != key:
+        return None, (f"{name} is not used: it is not of the key that its folder says",)
     if key == found.parts.digest:
         return CachePlan(predict(found.parts, digest, (), last_cold=found.last_cold), send), ()
     changed = ", ".join(key_differences(parts, found.parts))
@@ -263,7 +265,7 @@ def pull(
     if parts.digest != key or not KEY.match(str(manifest["digest"])):
         raise OrchError(f"the cache {key} at {place} is not of the key that its folder says")
     there = store.find(key, str(manifest["digest"]))
-    if there is not None:
+    if there is not None and not verify(there).findings:
         return there, 0
     wanted = {str(sha256): int(size) for _, size, sha256, _ in manifest["files"]}
     total = sum(wanted.values())

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -152,7 +153,7 @@ class Store:
             home.mkdir(parents=True, exist_ok=True)
             self._sweep(home)
             folder = Path(tempfile.mkdtemp(prefix="adding-", dir=home))
-            yield Adding(self, key, parts, folder)
+            yield Adding(key, parts, folder)
         except OSError as error:
             raise OrchError(
                 f"the cache store {self.root} cannot be written: {error.strerror or error}",
@@ -170,22 +171,21 @@ class Store:
 
     def remove(self, one: Stored) -> None:
         """Removes a snapshot, and its key with the last one. Raises OSError."""
-        gone = one.folder.with_name(f"adding-gone-{one.digest}-{os.getpid()}")
-        one.folder.rename(gone)
-        shutil.rmtree(gone)
         home = one.folder.parent
-        with contextlib.suppress(OSError):
-            if (home / "current").read_text().strip() == one.digest:
+        with _locked(home):
+            gone = Path(tempfile.mkdtemp(prefix="adding-gone-", dir=home))
+            one.folder.rename(gone / one.digest)
+            shutil.rmtree(gone)
+            if (home / "current").exists() and (home / "current").read_text().strip() == one.digest:
                 (home / "current").unlink()
-        if not self._of(one.key):
-            shutil.rmtree(home, ignore_errors=True)
+            if not any(KEY.match(path.name) or path.name.startswith("adding-") for path in home.iterdir()):
+                shutil.rmtree(home)
 
 
 class Adding:
     """A snapshot that is being taken in."""
 
-    def __init__(self, store: Store, key: str, parts: KeyParts, folder: Path) -> None:
-        self._store = store
+    def __init__(self, key: str, parts: KeyParts, folder: Path) -> None:
         self._key = key
         self._parts = parts
         self._folder = folder
@@ -208,26 +208,31 @@ class Adding:
         with (self._folder / "pack").open("rb") as file:
             os.fsync(file.fileno())
         key_json = {"version": 1, "parts": self._parts.to_json(), "label": dict(label)}
-        _write(home / "key.json", json.dumps(key_json, indent=1))
         target = home / digest
-        if target.exists():
-            # the same bytes, but perhaps damaged since, or packed by another at this moment
-            old = home / f"adding-old-{digest}-{os.getpid()}"
-            target.rename(old)
+        with _locked(home):
+            _write(home / "key.json", json.dumps(key_json, indent=1))
+            if target.exists():  # the same bytes, but perhaps damaged since
+                old = Path(tempfile.mkdtemp(prefix="adding-old-", dir=home))
+                target.rename(old / digest)
+                shutil.rmtree(old, ignore_errors=True)
             self._folder.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            self._folder.rename(target)
-        _write(home / "current", digest)
-        found = self._store.find(self._key, digest)
-        assert found is not None
-        return found
+            _write(home / "current", digest)
+        return Stored(target, self._key, digest, self._parts, dict(label), about)
+
+
+@contextlib.contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """One at a time changes what a key has; the kernel frees the lock of whoever dies."""
+    with (home / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(beside).replace(path)
 
 
 @dataclass(frozen=True)
