@@ -190,7 +190,6 @@ def join(topology: Topology, device: torch.device, settings: TopologyConfig, wat
     if size != topology.world or watchdog is None:
         raise TrainerError(f"the configuration's topology has {topology.world} ranks, and torchrun started {size}")
     patience = datetime.timedelta(seconds=timeout)
-    watchdog.begin(size=size)
     dist.init_process_group("gloo", timeout=patience)
     store = dist.PrefixStore("trainer", dist.distributed_c10d._get_default_store())
     store.set(f"device/{rank}", f"{place_here()} {device}" if device.type == "cuda" else "cpu")

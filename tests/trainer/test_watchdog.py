@@ -1,40 +1,44 @@
 """Ranks as processes of their own with their companions, over a store: whoever ends, all end, and the log says who.
 
-The ranks here train nothing: each is this file, run with what it should do. Times are only limits.
+The ranks here train nothing, and do not even import torch: each is this file, run with what it should do. Times are
+only limits.
 """
 
 import contextlib
 import datetime
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from trainer import watchdog
+from trainer.store_client import StoreClient
 from trainer.watchdog import runs
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30  # seconds
-SILENCE = 4.0  # in place of the watchdog's own, which would take long
+SILENCE = 3.0  # in place of the watchdog's own, which would take long
 
 
-def rank_program(rank: int, size: int, port: int, deed: str) -> None:
+def rank_program(rank: int, size: int, port: int, prefix: str, deed: str) -> None:
     """What the process of a rank does: `deed`, and then nothing for long."""
-    import torch.distributed as dist
-
-    watchdog.SILENCE, watchdog.OWN_END = SILENCE, 2.0
-
-    def connect(patience: float) -> "dist.Store":
-        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=patience))
-
-    watch = watchdog.Watchdog(rank=rank, place=f"place{rank}", connect=connect)
-    if deed != "guarded":
-        watch.begin(size=size)
+    watchdog.SILENCE = watchdog.COME = SILENCE
+    watchdog.OWN_END = watchdog.ECHO = 1.0
+    connect = partial(StoreClient, "127.0.0.1", port, prefix, silence=SILENCE)
+    if deed == "never comes":
+        print("watched", flush=True)
+        time.sleep(LIMIT)
+    watch = watchdog.Watchdog(rank=rank, size=size, place=f"place{rank}", connect=connect)
+    if deed == "handles":
+        signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
     print("watched", flush=True)
     sys.stdin.readline()  # until the test says so
     if deed == "raises":
@@ -51,6 +55,12 @@ def rank_program(rank: int, size: int, port: int, deed: str) -> None:
     if deed == "leaves":
         watch.left()
         sys.exit(0)
+    if deed == "crashes":
+        os._exit(3)
+    if deed == "holds the lock":  # as an import does that loads for seconds: none of this process's threads runs
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(LIMIT)
     if deed == "forks":  # something that holds the pipes open
         if os.fork() == 0:
             time.sleep(LIMIT)
@@ -65,24 +75,42 @@ import datetime, sys, time
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
-time.sleep(300)
+time.sleep(600)
 """
-# a launcher: starts its rank, says its pid, and waits
+# a launcher: starts its rank, says its pid, and looks after it ten times a second, as torchrun does
 LAUNCHER = """
-import subprocess, sys
+import subprocess, sys, time
 rank = subprocess.Popen(sys.argv[1:], start_new_session=True)
 print("pid", rank.pid, flush=True)
-sys.exit(rank.wait())
+while rank.poll() is None:
+    time.sleep(0.1)
+sys.exit(rank.returncode)
 """
+
+
+@pytest.fixture(scope="module")
+def shared_store() -> Iterator[subprocess.Popen]:
+    store = start_store()
+    yield store
+    end_store(store)
+
+
+def start_store() -> subprocess.Popen:
+    store = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
+    store.port = int(store.stdout.readline())
+    return store
+
+
+def end_store(store: subprocess.Popen) -> None:
+    store.kill()
+    store.communicate()
 
 
 class Job:
-    """A store and ranks, each under a launcher of its own, as on machines of their own."""
+    """Ranks, each under a launcher of its own, as on machines of their own; and keys of their own in a store."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.store = self._popen([sys.executable, "-c", STORE], "store")
-        self.port = int(self.store.stdout.readline())
+    def __init__(self, folder: Path, store: subprocess.Popen):
+        self.folder, self.store, self.prefix = folder, store, uuid.uuid4().hex
         self.launchers: list[subprocess.Popen] = []
         self.pids: list[int] = []
 
@@ -98,8 +126,9 @@ class Job:
 
     def start(self, *deeds: str) -> "Job":
         for rank, deed in enumerate(deeds):
-            program = [sys.executable, "-m", "tests.trainer.test_watchdog", str(rank), str(len(deeds)), str(self.port)]
-            self.launchers.append(self._popen([sys.executable, "-c", LAUNCHER, *program, deed], f"rank{rank}"))
+            program = [sys.executable, "-m", "tests.trainer.test_watchdog", str(rank), str(len(deeds))]
+            words = [*program, str(self.store.port), self.prefix, deed]
+            self.launchers.append(self._popen([sys.executable, "-c", LAUNCHER, *words], f"rank{rank}"))
         for launcher in self.launchers:
             words = launcher.stdout.readline(), launcher.stdout.readline()
             self.pids += [int(word.split()[1]) for word in words if word.startswith("pid")]
@@ -108,10 +137,10 @@ class Job:
 
     def until_all_beat(self) -> None:
         """Companions connect on their own; from here on each knows of the others."""
-        import torch.distributed as dist
-
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=datetime.timedelta(seconds=LIMIT))
-        store.wait([f"beat/{rank}" for rank in range(len(self.pids))])
+        store = StoreClient("127.0.0.1", self.store.port, self.prefix, silence=LIMIT)
+        for rank in range(len(self.pids)):
+            eventually(lambda key=f"beat/{rank}": store.get(key))
+        store.close()
 
     def go(self, rank: int) -> None:
         self.launchers[rank].stdin.write("go\n")
@@ -131,13 +160,13 @@ class Job:
         for pid in (*self.pids, *self.leftovers()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for process in (*self.launchers, self.store):
+        for process in self.launchers:
             process.kill()
             process.communicate()
 
     def leftovers(self) -> list[int]:
         """Processes of the ranks, of their companions and guards, all of which have the rank's command line."""
-        start, end = "-m\0tests.trainer.test_watchdog\0", f"\0{self.port}\0"
+        start, end = "-m\0tests.trainer.test_watchdog\0", f"\0{self.prefix}\0"
         return [
             pid
             for pid in processes()
@@ -164,8 +193,24 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
+def job(tmp_path: Path, shared_store: subprocess.Popen) -> Iterator[Job]:
+    yield from new_job(tmp_path, shared_store)
+
+
+@pytest.fixture
+def own_store() -> Iterator[subprocess.Popen]:
+    store = start_store()
+    yield store
+    end_store(store)
+
+
+@pytest.fixture
+def job_and_its_store(tmp_path: Path, own_store: subprocess.Popen) -> Iterator[Job]:
+    yield from new_job(tmp_path, own_store)
+
+
+def new_job(folder: Path, store: subprocess.Popen) -> Iterator[Job]:
+    job = Job(folder, store)
     yield job
     left = []
     try:
@@ -221,25 +266,15 @@ def test_a_rank_that_told_its_error_and_cannot_end_is_ended(job):
     assert "rank 0 at place0 failed: ValueError" in job.ended()[1]
 
 
-def test_a_rank_that_left_is_not_missed(job):
+def test_a_rank_that_left_is_not_missed_nor_one_lost_that_was_stopped(job):
     job.start("leaves", "hangs", "hangs").until_all_beat()
     job.go(0)
     assert job.ended(0) == [""]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "LIMIT", 4)  # a look or two of the others
-        with pytest.raises(AssertionError):
-            eventually(lambda: not runs(job.pids[1]) or not runs(job.pids[2]))
+    os.kill(job.pids[1], signal.SIGSTOP)
+    time.sleep(SILENCE + 3)  # longer than any lost machine has
+    assert runs(job.pids[1]) and runs(job.pids[2])
     os.kill(job.pids[2], signal.SIGKILL)
     assert "rank 2 at place2 ended first" in job.ended(1)[0]
-
-
-def test_a_stopped_rank_is_not_lost_and_is_ended_with_the_others(job):
-    job.start("hangs", "hangs").until_all_beat()
-    os.kill(job.pids[0], signal.SIGSTOP)
-    time.sleep(SILENCE + 3)  # longer than any lost machine has
-    assert runs(job.pids[0]) and runs(job.pids[1])
-    os.kill(job.pids[1], signal.SIGKILL)
-    job.ended(0)
 
 
 def test_a_silent_machine_is_lost(job):
@@ -259,11 +294,12 @@ def test_a_rank_without_its_launcher_ends(job):
     job.launchers[0].kill()  # not waited for: a zombie, as under an init that reaps nothing
     said = job.ended()
     assert "the launcher of rank 0 at place0 is gone" in said[0]
-    assert "rank 0 at place0" in said[1]
+    assert "the launcher of rank 0 at place0 is gone; rank 1 only followed" in said[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_whose_store_is_gone_or_silent_end(job, number):
+def test_ranks_whose_store_is_gone_or_silent_end(job_and_its_store, number):
+    job = job_and_its_store
     job.start("hangs", "hangs").until_all_beat()
     os.kill(job.store.pid, number)
     for rank, said in enumerate(job.ended()):
@@ -278,13 +314,70 @@ def test_a_rank_whose_companion_was_killed_ends_and_says_so(job):
     assert "rank 0 at place0 lost its watchdog" in job.ended(1)[0]
 
 
-def test_a_rank_that_the_launcher_ends_before_it_has_torch_is_not_to_blame(job):
-    job.start("guarded", "hangs").go(0)
+def test_a_rank_that_is_killed_before_it_has_torch_is_named(job):
+    job.start("hangs", "hangs")
+    os.kill(job.pids[0], signal.SIGKILL)  # while the other may still be on its way
+    assert "rank 0 at place0 ended first, without a word" in job.ended(1)[0]
+    eventually(lambda: "(signal 9)" in job.said(0))  # its own place's log too, where no other rank is left to tell
+
+
+def test_a_rank_that_crashes_is_named_with_its_status(job):
+    job.start("crashes", "hangs").go(0)
+    assert "rank 0 at place0 ended first, without a word: it was killed, or crashed (exit 3)" in job.ended(1)[0]
+    eventually(lambda: "error: rank 0 at place0 ended first" in job.said(0))  # its own place's log too
+
+
+def test_a_rank_that_is_loading_something_ends_with_the_others(job):
+    job.start("hangs", "holds the lock").until_all_beat()
+    job.go(1)
+    os.kill(job.pids[0], signal.SIGKILL)
+    assert "rank 0 at place0 ended first" in job.ended(1)[0]
+
+
+def test_a_rank_that_never_came_is_named(job):
+    job.start("never comes", "hangs")
+    assert "rank 0 at a place unknown has not come" in job.ended(1)[0]
+    os.kill(job.pids[0], signal.SIGKILL)
+
+
+def test_a_rank_that_its_launcher_ends_is_not_to_blame(job):
+    job.start("hangs", "hangs").until_all_beat()
     os.killpg(job.pids[0], signal.SIGTERM)  # as torchrun does
     assert job.ended(0) == [""]
-    eventually(lambda: not [pid for pid in job.leftovers() if watchdog._parent(pid) == 1])
-    os.kill(job.pids[1], signal.SIGKILL)
-    assert job.ended() == ["", ""]
+    assert "error: the launcher at place0 has ended its ranks; rank 1 only followed" in job.ended(1)[0]
+
+
+def test_ranks_that_launchers_end_leave_the_blame_to_the_one_that_was_killed(job):
+    job.start("hangs", "hangs", "handles").until_all_beat()
+    os.killpg(job.pids[1], signal.SIGTERM)
+    os.killpg(job.pids[2], signal.SIGTERM)
+    assert job.launchers[2].stdout.readline() == "asked\n"  # and it goes on, to save what it has
+    os.kill(job.pids[0], signal.SIGKILL)
+    assert "rank 0 at place0 ended first" in job.ended()[2]
+    assert job.said(1) == ""
+
+
+def test_a_store_client_and_torch_understand_each_other(shared_store):
+    import torch.distributed as dist
+
+    patience = datetime.timedelta(seconds=LIMIT)
+    theirs = dist.TCPStore("127.0.0.1", shared_store.port, is_master=False, timeout=patience)
+    theirs = dist.PrefixStore("some", theirs)
+    ours = StoreClient("127.0.0.1", shared_store.port, "some", silence=LIMIT)
+    other = StoreClient("127.0.0.1", shared_store.port, "some", silence=LIMIT)
+    other.wait_for("later")
+    ours.set("one", "größer")
+    assert theirs.get("one").decode() == ours.get("one") == "größer"
+    assert ours.get("two") is None
+    assert ours.compare_set("two", "", "x" * 9000) == "x" * 9000
+    assert ours.compare_set("two", "", "y") == theirs.get("two").decode() == "x" * 9000
+    assert theirs.compare_set("two", "x" * 9000, "z") == b"z" and ours.get("two") == "z"
+    assert select.select([other], [], [], 0.1)[0] == []
+    theirs.set("later", "")
+    other.waited()
+    assert ours.get("later") == ""
+    for client in (ours, other):
+        client.close()
 
 
 @pytest.mark.parametrize("text", ["[../gloo/x.cc:1] Timed out", "NCCL error", "Connection reset by peer"])
@@ -294,4 +387,4 @@ def test_errors_of_connections_are_echoes(text):
 
 
 if __name__ == "__main__":
-    rank_program(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    rank_program(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
