@@ -62,9 +62,18 @@ def main(arguments: list[str] | None = None) -> int:
         overrides.append(f"seed={options.seed}")
     try:
         config = load(options.config, overrides)
+        if options.command == "train" and not launch.under_torchrun():
+            present = launch.ranks_present(config.whole_plan.world, dict(os.environ))
+            if present:
+                fewer = f"topology.present={present}"
+                options.arguments = [*options.arguments, "--set", fewer]
+                config = load(options.config, [*overrides, fewer])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     try:
         return run(options, config, began)
     except TrainerError as error:
@@ -87,6 +96,7 @@ def _warm_up(options: argparse.Namespace, config: Config, run_dir: Path) -> int:
     from trainer.models import choose_device
     from trainer.warming import warm_all
 
+    faults.register()
     told = os.environ.get("ORCH_METRICS")
     _must_be_writable(run_dir, *([Path(told).parent] if told else []))
     if options.as_rank is None and len(kinds.cards_of(names := kinds.names_here(config))) > 1:
@@ -107,6 +117,8 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
         _must_be_writable(run_dir, metrics_path.parent)
         if not launch.under_torchrun():
             print(f"train {config.name}: seed {config.seed}, {config.steps} steps, files in {run_dir}")
+            if config.topology.present:
+                print(f"on {config.plan.world} of {config.whole_plan.world} ranks, {config.plan.told}")
             if config.plan.world > 1:
                 launch.become_torchrun(config.plan, options.arguments)
         watchdog = Watchdog.of_this_rank() if config.plan.world > 1 else None

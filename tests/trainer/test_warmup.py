@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import warming, warmup
+from trainer import kinds, warming, warmup
 from trainer.compile_report import Report
 from trainer.errors import TrainerError
 
@@ -130,11 +130,31 @@ def test_a_kernel_too_large_for_the_gpu_is_explained():
         warmup._run(work, Report())
 
 
+def test_every_kind_of_gpu_is_warmed_on_one_card_of_it_and_a_failure_stops_no_other(tmp_path, monkeypatch, capfd):
+    names = ["H200", "RTX PRO 6000", "H200", "L4"]
+    assert kinds.cards_of(names) == {"H200": 0, "RTX PRO 6000": 1, "L4": 3}
+    assert kinds.cards_of([]) == {}
+    log = tmp_path / "log"
+    program = (
+        "import os, sys; seen = os.environ['CUDA_VISIBLE_DEVICES']; "
+        f"open({str(log)!r}, 'a').write(' '.join([seen, *sys.argv[1:]]) + chr(10)); sys.exit(3 if seen == '5' else 0)"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, 5,3,GPU-12ab")
+    assert kinds.warm_each(names, [sys.executable, "-c", program, "warmup", "a b.yaml"]) == 1
+    ran = ["7 warmup a b.yaml --as-rank 0", "5 warmup a b.yaml --as-rank 1", "GPU-12ab warmup a b.yaml --as-rank 2"]
+    assert log.read_text().splitlines() == ran
+    assert "warming up failed on RTX PRO 6000 (exit code 3)" in capfd.readouterr().err
+    log.unlink()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # all cards of the machine
+    assert kinds.warm_each(["A", "B"], [sys.executable, "-c", program]) == 0
+    assert log.read_text().splitlines() == ["0 --as-rank 0", "1 --as-rank 1"]
+
+
 SEALED = """
 import torch
 from tests.trainer.test_head import H, batch
 from trainer.head import Objective, head_pass
-from trainer import warmup
+from trainer import compile_report, warmup
 
 objective = Objective(cross_entropy=0.5, kl=0.5, tv=0.0, temperature=1.0, weights="decay", alpha=0.5)
 
@@ -149,7 +169,9 @@ def both(**options):
     torch.testing.assert_close(results[0], results[2])
     torch.testing.assert_close(results[1], results[3])
 
-both(entries=20, chunk=8)
+report = compile_report.Report(say=print)
+with report.watch():
+    both(entries=20, chunk=8)
 warmup.seal()
 both(entries=60, chunk=8)  # more chunks of the same shape
 print("the same shapes run", flush=True)
@@ -171,6 +193,7 @@ def test_after_the_seal_another_shape_is_an_error(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", SEALED], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
+    assert "head pass reductions: miss" in ran.stdout and "head pass gradient: miss" in ran.stdout
     assert "the same shapes run" in ran.stdout, ran.stdout + ran.stderr
     assert "refused: " in ran.stdout and "ecompil" in ran.stdout, ran.stdout + ran.stderr
     assert "unpadded: " in ran.stdout
