@@ -86,7 +86,8 @@ class Company:
         if self._peers is None:
             return
         if asked is None:
-            self._peers.tell("failed", "the runner at %s was told to end, as when a machine shuts down" % self._place)
+            said = "the runner at %s was told to end, as when a machine shuts down" % self._place
+            self._peers.tell("failed", said, gone=True)
             return
         request = {"by": asked.get("by"), "at": asked.get("at"), "grace": grace, "kill": bool(asked.get("kill"))}
         said = "%s was stopped by %s" % (self._place, asked.get("by") or "someone")
@@ -129,6 +130,8 @@ class Company:
             self.first = first
             self._learnt = time.monotonic()
             known = {key: first.get(key) for key in ("place", "kind", "rank", "said")}
+            if first.get("gone"):  # the place, as far as it could tell
+                known["gone"] = True
             self._records.set(first=known)
             self._records.event("first_end", **known)
             self._records.urgent()

@@ -23,6 +23,7 @@ from . import (
     cache_send,
     caches,
     codetree,
+    continued,
     environment,
     environment_gc,
     evidence,
@@ -235,7 +236,7 @@ def sentence(error: BaseException, op: str, root: str) -> str:
 def tables() -> Dict[str, Op]:
     """Every operation that this program has."""
     ops: Dict[str, Op] = {}
-    modules = (codetree, environment, environment_gc, evidence, facts, files, generations, probe, reach, runs)
+    modules = (codetree, continued, environment, environment_gc, evidence, facts, files, generations, probe, reach, runs)
     for module in (*modules, torch_probe, caches, cache_send, cache_care):
         for name, op in module.OPS.items():
             if name in ops:
