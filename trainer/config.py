@@ -117,6 +117,7 @@ class TopologyConfig:
     ranks: int = setting(1, least=1)  # of colocated: each holds target and drafter
     targets: int = setting(1, least=1)  # of split: ranks that hold the target, the first ones
     drafters: int = setting(1, least=1)  # of split: ranks that train, unless `drafters:` lists them
+    present: int = setting(0, least=0)  # how many of all these ranks there are; 0: all
     backend: str = setting("auto", among=("auto", "nccl", "gloo"))  # auto: nccl where every rank has a GPU of its own
     timeout: float = setting(1800.0, least=1)  # seconds that any one wait for another rank may take
 
@@ -156,7 +157,13 @@ class Config:
 
     @property
     def plan(self) -> Topology:
-        """Who does what. `drafters:` of the file, where given, become the variants of `split`."""
+        """Who does what, on the ranks that are there."""
+        return self.whole_plan.on(self.topology.present) if self.topology.present else self.whole_plan
+
+    @property
+    def whole_plan(self) -> Topology:
+        """Who does what where no rank is missing. `drafters:` of the file, where given, become the variants of
+        `split`."""
         if self.topology.mode == "colocated":
             return Topology(drafters=(self.topology.ranks,), parts_per_rank=self.data.micro_batches)
         drafters = tuple(variant.ranks for variant in self.variants) or (self.topology.drafters,)
@@ -206,6 +213,8 @@ def _variants(reader: Reader, root: yaml.MappingNode, listed: yaml.Node) -> tupl
         head = reader.section(_VariantHead, head, "drafters.")
         changes = [p for p in entry.value if p[0].value not in ("name", "ranks")]
         config = reader.section(Config, reader.laid_over(root, changes), "")
+        if config is not None:  # how many ranks there are is said of all drafters together
+            config = replace(config, topology=replace(config.topology, present=0))
         if head is not None and not re.fullmatch(r"\w[\w.-]*", head.name):
             reader.problem(entry, f"`{head.name}` cannot be a drafter's name: letters, digits, _, - and . make up one")
         if head is not None and config is not None:
@@ -238,7 +247,11 @@ def check_together(config: Config, problem: Problem) -> None:
         problem("evaluate.prompts", f"is not a file: {config.evaluate.prompts}")
     if config.evaluate.every and config.evaluate.prompts is None:
         problem("evaluate.every", "needs `evaluate.prompts`")
-    plan = config.plan
+    try:
+        plan = config.plan
+    except ValueError as error:
+        problem("topology.present", f"cannot be {config.topology.present}: {error}")
+        plan = config.whole_plan
     if config.data.rows_per_step % plan.parts:
         problem(
             "data.rows_per_step",

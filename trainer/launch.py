@@ -1,7 +1,9 @@
 """More than one rank: this process becomes torchrun, which starts them.
 
 On several machines the launcher at each is told by ORCH_NODES, ORCH_NODE_RANK and ORCH_RENDEZVOUS (ADDRESS:PORT of
-the first), and starts its share of the ranks: equal shares, or ORCH_RANKS, such as 5,3, by machine.
+the first), and starts its share of the ranks: equal shares, or ORCH_RANKS, such as 5,3, by machine. Where machines are
+missing and the run goes on without them, ORCH_NODES_WANTED says how many there should be, and the others speak of those
+that are there.
 """
 
 import os
@@ -17,6 +19,21 @@ SHUTDOWN = 600  # seconds that ranks have to save after SIGTERM, where nobody's 
 
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def ranks_present(world: int, environment: dict[str, str]) -> int:
+    """How many of the ranks there are without the machines that are missing; 0 where none is. Raises TrainerError."""
+    nodes, wanted = _number("ORCH_NODES", 1, environment), _number("ORCH_NODES_WANTED", 0, environment)
+    if wanted <= nodes:
+        return 0
+    if "ORCH_RANKS" in environment:
+        shares = [int(word) for word in environment["ORCH_RANKS"].split(",") if word.strip().isdigit()]
+        if len(shares) == nodes:
+            return sum(shares)
+        raise TrainerError(f"ORCH_RANKS {environment['ORCH_RANKS']} names no share for each of {nodes} machines")
+    if world % wanted:
+        raise TrainerError(f"{world} ranks are no equal shares on {wanted} machines; set ORCH_RANKS, such as 5,3")
+    return world // wanted * nodes
 
 
 def own_ranks(world: int, environment: dict[str, str]) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import signal
 import statistics
 import time
@@ -226,7 +227,12 @@ class _Run:
     def _resume(self) -> None:
         """From the newest checkpoint that all variants have; the leader of each reads it for the others."""
         found = {int(path.name.removeprefix("step-")): path for path in checkpoint.checkpoints(self.folder)}
-        step = self.world.agree(sorted(found))
+        step, wanted = self.world.agree(sorted(found)), int(os.environ.get("ORCH_FROM_STEP") or 0)
+        if step < wanted:
+            raise TrainerError(
+                f"this run goes on from step {wanted} of another, whose checkpoint is not here, where the first rank "
+                f"of its drafter is now: copy it into {self.folder}, or begin anew with orch launch --new"
+            )
         if step and self.world.leads:
             state = checkpoint.read_state(found[step], self.config)
             checkpoint.check_target(found[step], state, self.models.vocabulary)

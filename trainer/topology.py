@@ -3,11 +3,14 @@
 `colocated`: every rank holds target and drafter, and the parts of a step are dealt out to them in turn.
 `split`: ranks 0 … T-1 hold the target, the others drafters, of one configuration or of several (variants). A step has
 P parts; part p of data step s is batch j = s * P + p. It is made by target j mod T and eaten, in each variant, by its
-drafter j mod D. All of it is fixed, so a run does not depend on timing, nor on T and D beyond rounding.
+drafter p mod D. All of it is fixed, so a run does not depend on timing, nor on T and D beyond rounding.
+
+A run may go on with fewer ranks than it was written for: it keeps its parts, so that rows, shapes and memory of each
+stay the same, and some ranks take more of them than others.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
@@ -26,6 +29,7 @@ class Topology:
     targets: int = 1  # of `split`
     drafters: tuple[int, ...] = (1,)  # ranks of each variant; of `colocated`, the number of all ranks
     parts_per_rank: int = 1  # micro-batches that the drafters of the largest variant take a step
+    kept_parts: int = 0  # of a run on fewer ranks, the parts that it has on all
 
     @property
     def world(self) -> int:
@@ -33,8 +37,35 @@ class Topology:
 
     @property
     def parts(self) -> int:
-        """P: every variant's drafters get equally many parts of a step."""
-        return self.parts_per_rank * lcm(*self.drafters)
+        """P: where no rank is missing, every variant's drafters get equally many parts of a step."""
+        return self.kept_parts or self.parts_per_rank * lcm(*self.drafters)
+
+    @property
+    def even(self) -> bool:
+        """Whether all drafters of a variant have as many parts."""
+        return not any(self.parts % count for count in self.drafters)
+
+    @property
+    def told(self) -> str:
+        """How many there are of each kind, in words."""
+        if self.mode == "colocated":
+            return f"which take the {self.parts} parts of each step"
+        drafters = " + ".join(map(str, self.drafters))
+        return f"{self.targets} with the target and {drafters} with drafters, for {self.parts} parts of each step"
+
+    def on(self, ranks: int) -> "Topology":
+        """The same on fewer ranks. They are taken away one by one, each from the group (the targets, or the drafters
+        of a variant) that keeps the largest share of what it had, and of equals from the last one; every group keeps
+        one. Raises ValueError where there are not that many, or fewer than there are groups."""
+        split = self.mode == "split"
+        full = (*((self.targets,) if split else ()), *self.drafters)
+        if not len(full) <= ranks <= sum(full):
+            raise ValueError(f"it has {sum(full)} ranks, and can do with {len(full)} to {sum(full)} of them")
+        left = list(full)
+        while sum(left) > ranks:
+            left[max((n for n, count in enumerate(left) if count > 1), key=lambda n: (left[n] / full[n], n))] -= 1
+        targets, drafters = (left[0], left[1:]) if split else (self.targets, left)
+        return replace(self, targets=targets, drafters=tuple(drafters), kept_parts=self.parts)
 
     def role(self, rank: int) -> Role:
         if not 0 <= rank < self.world:
@@ -65,7 +96,7 @@ class Topology:
 
     def eaters(self, batch: int) -> list[int]:
         """The drafter ranks that eat it, one of each variant."""
-        return [self.drafter_ranks(v)[batch % count] for v, count in enumerate(self.drafters)]
+        return [self.drafter_ranks(v)[batch % self.parts % count] for v, count in enumerate(self.drafters)]
 
     def made_by(self, target: int, first: int, last: int) -> Iterator[int]:
         """Batches first … last-1 of this target, in the order in which it makes them."""

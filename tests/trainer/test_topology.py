@@ -77,3 +77,35 @@ def test_advice_names_the_faster_split():
     said = advice(Balance(make=1.0, eat=3.0), 2, 2)  # drafters are the bottleneck: 2 / 3 a second against 1 with 1:3
     assert "1 targets and 3 drafters would be 50% faster than 2 and 2" in said
     assert advice(Balance(make=1.0, eat=1.02), 2, 2) == ""
+
+
+@settings(deadline=None, max_examples=100)
+@given(topology=st.one_of(SPLITS, COLOCATED), data=st.data())
+def test_on_fewer_ranks_every_part_is_still_eaten_once_by_each_variant(topology, data):
+    least = len(topology.drafters) + (topology.mode == "split")
+    ranks = data.draw(st.integers(least, topology.world))
+    fewer = topology.on(ranks)
+    assert fewer.world == ranks and fewer.parts == topology.parts
+    if ranks == topology.world:
+        assert (fewer.targets, fewer.drafters, fewer.even) == (topology.targets, topology.drafters, True)
+    for variant, count in enumerate(fewer.drafters):
+        parts = [fewer.own_parts(role) for role in trainers(fewer, variant)]
+        assert sorted(itertools.chain(*parts)) == list(range(fewer.parts))
+        assert max(map(len, parts)) - min(map(len, parts)) <= (fewer.parts % count > 0) and all(parts)
+    for batch in range(3 * fewer.parts):
+        expecting = [fewer.role(rank) for rank in fewer.eaters(batch)]
+        assert [role.variant for role in expecting] == list(range(len(fewer.drafters)))
+        assert all(batch % fewer.parts in fewer.own_parts(role) for role in expecting)
+
+
+def test_fewer_ranks_keep_the_shares_of_targets_and_drafters():
+    topology = Topology(mode="split", targets=5, drafters=(3,))
+    assert [(each.targets, *each.drafters) for each in map(topology.on, (8, 5, 3, 2))] == [
+        (5, 3),
+        (3, 2),
+        (2, 1),
+        (1, 1),
+    ]
+    for ranks in (1, 9):
+        with pytest.raises(ValueError, match="it has 8 ranks, and can do with 2 to 8 of them"):
+            topology.on(ranks)
