@@ -270,4 +270,5 @@ def named(error: OSError, path: str) -> OpError:
     """What stood in the way of a build, in one sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return full(path)
-    return OpError("failed", "%s cannot be built: %s" % (path, error.strerror or error))
+    where = ": %s" % error.filename if error.filename else ""
+    return OpError("failed", "%s cannot be built: %s%s" % (path, error.strerror or error, where))
