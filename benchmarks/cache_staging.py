@@ -101,13 +101,8 @@ def stage(config: str, store: str, encoding: str) -> dict[str, Any]:
         assert sent.how == "new" and staging.ask(session, one.parts, None, "bench").present == one.digest
     peak = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     told = {"import": imported - began, "open": opened - imported, "ask": asked - opened, "stream": done - asked}
-    return {
-        "seconds": done - began,
-        "parts": told,
-        "sent": sent.bytes,
-        "encoding": sent.encoding,
-        "peak": int(peak) << 10,
-    }
+    figures = {"seconds": done - imported, "parts": told, "sent": sent.bytes, "encoding": sent.encoding}
+    return {**figures, "peak": int(peak) << 10, "cpu": time.process_time()}
 
 
 def by_hand(config: str, folder: Path, target: str) -> float:
@@ -182,26 +177,33 @@ def alternate(lab: Any, folder: Path, size: int, times: int, encoding: str) -> d
     """Both ways in turn, so that what else the machine does meets both; each into a folder of its own."""
     config = str(lab.ssh_config)
     argv = [sys.executable, "-m", "benchmarks.cache_staging", "--encoding", encoding, "--one", config]
-    ours, hand = [], []
-    for number in range(-1, times):  # the first time brings orch's program there, and is not counted
-        lab.run("sh", "-c", "rm -rf /var/lib/orch/caches /root/by-hand; sync", vmid=VMID)
-        done = subprocess.run([*argv, str(folder / "store")], cwd=ROOT, check=True, capture_output=True, text=True)
-        lab.run("sync")
-        taken = by_hand(config, folder / "cache", "/root/by-hand")
-        if number < 0:
-            continue
+    argv.append(str(folder / "store"))
+    ours: list[dict[str, Any]] = []
+    hand: list[float] = []
+
+    def orch() -> None:
+        done = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True)
         ours.append(json.loads(done.stdout))
-        hand.append(taken)
+
+    def typed() -> None:
+        hand.append(by_hand(config, folder / "cache", "/root/by-hand"))
+
+    orch()  # brings orch's program there, and is not counted
+    ours.clear()
+    for number in range(times):
+        for way in (orch, typed) if number % 2 else (typed, orch):
+            lab.run("sh", "-c", "rm -rf /var/lib/orch/caches /root/by-hand; sync", vmid=VMID)
+            way()
         told = ", ".join(f"{name} {value:.2f}" for name, value in ours[-1]["parts"].items())
-        print(f"orch {ours[-1]['seconds']:.2f} s ({told}); by hand {taken:.2f} s", flush=True)
+        print(f"orch {ours[-1]['seconds']:.2f} s ({told}); by hand {hand[-1]:.2f} s", flush=True)
     seconds, by = statistics.median(one["seconds"] for one in ours), statistics.median(hand)
-    peak = max(one["peak"] for one in ours)
-    print(f"orch     {size / 1e6 / seconds:6.1f} MB/s  {ours[0]['sent']:,} bytes on the way as {ours[0]['encoding']}")
+    ratio = statistics.median(typed / one["seconds"] for one, typed in zip(ours, hand, strict=True))
+    peak, cpu = max(one["peak"] for one in ours), statistics.median(one["cpu"] for one in ours)
+    print(f"orch     {size / 1e6 / seconds:6.1f} MB/s, {ours[0]['sent']:,} bytes on the way as {ours[0]['encoding']}")
     print(f"by hand  {size / 1e6 / by:6.1f} MB/s")
-    print(
-        f"ratio {by / seconds:.2f} (medians of {times}), peak memory of the workstation's process {peak / 1e6:.0f} MB"
-    )
-    return {"ours": ours, "by_hand": hand, "bytes": size, "ratio": by / seconds, "peak": peak}
+    print(f"ratio {ratio:.2f} (medians of {times}; both with their connection, orch's without its imports)")
+    print(f"the workstation's process: peak memory {peak / 1e6:.0f} MB, {cpu:.1f} s of CPU time")
+    return {"ours": ours, "by_hand": hand, "bytes": size, "ratio": ratio, "peak": peak}
 
 
 if __name__ == "__main__":
