@@ -31,6 +31,7 @@ class Workstation:
             **os.environ,
             "ORCH_STATE_DIR": str(self.directory / ".state"),
             "ORCH_CACHE_DIR": str(self.cache),
+            "ORCH_DATA_DIR": str(self.directory / ".data"),
             "ORCH_USER": "tester",
             "COLUMNS": "120",
             **({"PIP_FIND_LINKS": links} if (links := self._links()) else {}),
