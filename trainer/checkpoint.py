@@ -7,7 +7,9 @@ step-000200/__0_0.distcp, .metadata   all tensors, as torch.distributed.checkpoi
 There is no random state to keep: the order of the data, the anchors and the sampling noise are functions of the seed
 and the step alone, so the step is the whole position, and resuming reads from the right place at once.
 
-A save copies the tensors off the device and returns; a thread writes them. One save is under way at a time.
+A save copies the tensors off the device and returns; a thread writes them. One save is under way at a time. Tensors
+are whole: of a sharded drafter they are gathered at its leader, which alone writes and reads, so that any number of
+ranks resumes from the same files.
 """
 
 import contextlib
@@ -70,26 +72,36 @@ class Saver:
         self._failure: BaseException | None = None
 
     def save(self, optimizer: Optimizer, state: State) -> Path:
-        """Begins to write; `wait` says how it went. Raises TrainerError when the disk has no room."""
-        self.wait()
+        """Begins to write; `wait` says how it went. Of a sharded drafter all ranks call it, and the leader writes.
+        Raises TrainerError when the disk has no room."""
         final = self.folder / f"step-{state.step:06d}"
+        if optimizer.shards:  # before anything that may fail at the leader alone: the others would wait for it
+            self._join()
+            self._stage(optimizer)
+            if not optimizer.shards.leads:
+                return final
+        self.wait()
         if final.exists():
             return final
-        tensors = optimizer.tensors()
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".partial-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        self._make_room(sum(tensor.nbytes for tensor in tensors.values()) + MARGIN)
-        self._stage(tensors)
+        whole = self._staged if optimizer.shards else optimizer.tensors()
+        self._make_room(sum(tensor.nbytes for tensor in whole.values()) + MARGIN)
+        if not optimizer.shards:
+            self._stage(optimizer)
         self._thread = threading.Thread(target=self._write, args=(final, state), name="checkpoint")
         self._thread.start()
         return final
 
-    def wait(self) -> None:
-        """Until nothing is being written. Raises TrainerError if the last save failed."""
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises TrainerError if the last save failed."""
+        self._join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise TrainerError(f"{self.folder}: the checkpoint could not be written: {_reason(failure)}") from failure
@@ -105,15 +117,19 @@ class Saver:
                 )
             shutil.rmtree(old[0])
 
-    def _stage(self, tensors: dict[str, Tensor]) -> None:
+    def _stage(self, optimizer: Optimizer) -> None:
         """Into memory that is allocated once; pinned, so that the copies of one device run together."""
-        for name, tensor in tensors.items():
+        device = None
+        for name, tensor in optimizer.gathered():
+            if tensor is None:  # at a rank that holds rows only
+                continue
             if name not in self._staged:
                 pinned = tensor.device.type == "cuda"
                 self._staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._staged[name].copy_(tensor, non_blocking=True)
-        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
-            torch.cuda.synchronize()
+            device = tensor.device if tensor.is_cuda else device
+        if device is not None:
+            torch.cuda.synchronize(device)
 
     def _write(self, final: Path, state: State) -> None:
         partial = self.folder / f".partial-{final.name}-{os.getpid()}"
@@ -180,9 +196,16 @@ def variant_of(path: Path, config: Config) -> Config:
 
 
 def load(path: Path, optimizer: Optimizer) -> None:
-    """Weights and all optimizer state, into what is there."""
-    _read(path, optimizer.tensors())
-    optimizer.loaded()
+    """Weights and all optimizer state, into what is there. Of a sharded drafter all ranks call it, and only the leader
+    needs the files."""
+    if optimizer.shards is None:
+        _read(path, optimizer.tensors())
+        optimizer.loaded()
+        return
+    whole = optimizer.blank() if optimizer.shards.leads else None
+    if whole:
+        _read(path, whole)
+    optimizer.scatter(whole)
 
 
 def load_drafter(path: Path, drafter: Drafter) -> None:

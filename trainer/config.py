@@ -119,6 +119,7 @@ class TopologyConfig:
     drafters: int = setting(1, least=1)  # of split: ranks that train, unless `drafters:` lists them
     present: int = setting(0, least=0)  # how many of all these ranks there are; 0: all
     backend: str = setting("auto", among=("auto", "nccl", "gloo"))  # auto: nccl where every rank has a GPU of its own
+    shard: str = setting("auto", among=("auto", "on", "off"))  # auto: a drafter that does not fit, see sharding.py
     timeout: float = setting(1800.0, least=1)  # seconds that any one wait for another rank may take
 
 
@@ -190,6 +191,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
             check_together(variant.config, reader.problem_of)
         if len({(v.config.drafter.target_layers, v.config.drafter.features) for v in config.variants}) > 1:
             reader.problem_of("drafter.target_layers", "must be the same for all of `drafters`: one stream feeds them")
+        if config.topology.shard == "on" and max(config.whole_plan.drafters) < 2:
+            reader.problem_of("topology.shard", "on needs a drafter that several ranks train, to spread it over them")
     reader.raise_problems()
     return config
 

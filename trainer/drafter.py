@@ -10,6 +10,7 @@ of later variants are composed with this body rather than derived from it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,13 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+class Fused(NamedTuple):
+    """The context before a layer's own projections."""
+
+    states: Tensor  # c [R, S, H]
+    by: Rotation
+
+
 class Attention(nn.Module):
     def __init__(self, shape: Shape, kind: LayerKind):
         super().__init__()
@@ -102,7 +110,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, by: Rotation, context: KeysValues, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, by: Rotation, context: KeysValues | Fused, attend: Attend) -> Tensor:
+        if isinstance(context, Fused):
+            context = self.self_attn.keys_values(*context)
         x = x + self.self_attn(self.input_layernorm(x), by, context, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -116,10 +126,11 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, kind) for kind in shape.layer_kinds)
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.epsilon)
         self.activation_checkpointing = False  # recompute a layer in the backward pass instead of keeping its inside
+        self.computes_in: torch.dtype | None = None  # where the weights at rest are wider, as sharded ones are
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self.computes_in or self.fc.weight.dtype
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -127,18 +138,34 @@ class Drafter(nn.Module):
 
     def context(self, features: Tensor, positions: Tensor) -> list[KeysValues]:
         """features [R, S, K*H], positions [R, S] -> the context's keys and values, one pair a layer."""
+        fused = self._fuse(features, positions)
+        return [layer.self_attn.keys_values(*fused) for layer in self.layers]
+
+    def _fuse(self, features: Tensor, positions: Tensor) -> Fused:
         fused = self.hidden_norm(self.fc(features))
-        by = rotation(positions, self.shape, fused.dtype)
-        return [layer.self_attn.keys_values(fused, by) for layer in self.layers]
+        return Fused(fused, rotation(positions, self.shape, fused.dtype))
 
     def forward(self, noise: Tensor, positions: Tensor, context: list[KeysValues], attend: Attend) -> Tensor:
         """noise [R, T, H] (embedded blocks), positions [R, T] -> [R, T, H] after the final norm, ready for the head."""
+        return self._through_layers(noise, positions, context, attend)
+
+    def from_features(
+        self, features: Tensor, context_positions: Tensor, noise: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """`context` and `forward` in one, as training wants it: all that a layer's weights do happens within the call
+        of that layer, so that they need not be there at other times (see sharding.py)."""
+        fused = self._fuse(features, context_positions)
+        return self._through_layers(noise, positions, [fused] * len(self.layers), attend)
+
+    def _through_layers(
+        self, noise: Tensor, positions: Tensor, context: list[KeysValues] | list[Fused], attend: Attend
+    ) -> Tensor:
         x, by = noise, rotation(positions, self.shape, noise.dtype)
-        for layer, keys_values in zip(self.layers, context, strict=True):
+        for layer, before in zip(self.layers, context, strict=True):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, by, keys_values, attend, use_reentrant=False)
+                x = checkpoint(layer, x, by, before, attend, use_reentrant=False)
             else:
-                x = layer(x, by, keys_values, attend)
+                x = layer(x, by, before, attend)
         return self.norm(x)
 
 

@@ -30,6 +30,7 @@ from trainer.report import result_of, summary
 from trainer.serve import serve
 from trainer.source import source_of
 from trainer.spans import Spans
+from trainer.spread import measured, prepare
 from trainer.step import compiles, compute_gradient
 from trainer.stop import Stop, Stopped
 from trainer.trackers import NoTrackers, Trackers
@@ -91,10 +92,9 @@ def train_drafter(config: Config, world: World, stop: Stop, *, run_dir: Path, me
             metrics_path = folder / "metrics.jsonl"
     models = build(config, world.device) if world.role.kind == "both" else build_without_target(config, world.device)
     rows, documents = load_rows(config, models.vocabulary.config.vocab_size, speak=world.leads)
-    optimizer = Optimizer(models.drafter, config.optimizer, config.steps)
     if models.target is not None:
         warming.warm_target(stream, world, models.target, run_dir, report)
-    warmed = warming.warm_drafter(config, world, models, optimizer, run_dir, report, stream=stream)
+    optimizer, warmed = prepare(config, world, models, run_dir, report, stream=stream, say=say)
     if world.device.type == "cuda" or compiles(config, world.device):
         seal()
     report.done()
@@ -157,6 +157,8 @@ class _Run:
         self.config, self.stream, self.world, self.models, self.optimizer = config, stream, world, models, optimizer
         self.rows, self.run_dir, self.trackers, self.stop, self.say = rows, run_dir, trackers, stop, say
         self.began = began
+        # of a sharded drafter all ranks have a part in measuring, of which the leader's is the most
+        self.measures = config.evaluate.prompts is not None and (world.leads or optimizer.shards is not None)
         self.assessor: Local | Remote | None = None
         if config.evaluate.prompts and world.leads:
             if models.target is None:
@@ -167,7 +169,8 @@ class _Run:
         self.saver = checkpoint.Saver(self.folder, keep=config.checkpoint.keep)
         self.earlier_seconds = 0.0
         self.step = 0
-        self.start: dict[str, Any] = {}
+        self.start: dict[str, Any] = {}  # the evaluation before training; of a leader
+        self.started = False  # whether there has been one
         self.losses: list[float] = []
         self.own = config.plan.own_parts(world.role) if stream is config else stream.plan.own_parts(world.role)
         self.source = source_of(stream, config, world, models)
@@ -179,7 +182,7 @@ class _Run:
     def go(self) -> int:
         self._resume()
         self.source.start(self.step)
-        if self.assessor and not self.start:
+        if self.measures and not self.started:
             with self._interruptible():
                 self.start = self._evaluate("before training")
         self._train()
@@ -192,11 +195,13 @@ class _Run:
         return code
 
     def _finish(self) -> int:
-        if not self.assessor:
+        if not self.measures:
             self.say(f"trained {self.step} steps in {self.seconds:.0f} s; no evaluate.prompts, so nothing was measured")
             return 0
         with self._interruptible():
             end = self._evaluate("after training")
+            if self.assessor is None:
+                return 0
             baseline = self.assessor.ngram()
             self.say(f"n-gram drafter: {describe(baseline)}")
         result = result_of(self.config, self.assessor, self.start, end, baseline, steps=self.step, seconds=self.seconds)
@@ -233,14 +238,16 @@ class _Run:
                 f"this run goes on from step {wanted} of another, whose checkpoint is not here, where the first rank "
                 f"of its drafter is now: copy it into {self.folder}, or begin anew with orch launch --new"
             )
+        path = self.folder / f"step-{step:06d}"
         if step and self.world.leads:
-            state = checkpoint.read_state(found[step], self.config)
-            checkpoint.check_target(found[step], state, self.models.vocabulary)
-            checkpoint.load(found[step], self.optimizer)
+            state = checkpoint.read_state(path, self.config)
+            checkpoint.check_target(path, state, self.models.vocabulary)
             self.start, self.earlier_seconds, self.losses = state.start, state.seconds, state.losses
-            self.say(f"resuming after step {step} from {found[step]}")
+            self.say(f"resuming after step {step} from {path}")
+        if step and (self.world.leads or self.optimizer.shards):
+            checkpoint.load(path, self.optimizer)
         self.step = step
-        self.losses = self.world.share(self.optimizer, self.losses)
+        self.losses, self.started = self.world.share(self.optimizer, (self.losses, bool(self.start)))
 
     def _save(self) -> Path:
         """Begins a checkpoint; if the one before could not be written, that is said, and is no reason against this."""
@@ -256,7 +263,7 @@ class _Run:
             losses=self.losses,
             target=self.models.vocabulary.fingerprint(),
         )
-        if not self.world.leads:
+        if not self.world.leads and self.optimizer.shards is None:
             return self.folder / f"step-{self.step:06d}"
         return self.saver.save(self.optimizer, state)
 
@@ -265,8 +272,10 @@ class _Run:
         return self.stop.interruptible() if self.world.alone else contextlib.nullcontext()
 
     def _evaluate(self, when: str, prompts: int | None = None) -> dict[str, Any]:
-        with self.optimizer.averaged():
-            result = self.assessor.drafter(self.models.drafter, prompts=prompts, compare=prompts is None)
+        with measured(self.world, self.models, self.optimizer) as drafter:
+            if self.assessor is None:
+                return {}
+            result = self.assessor.drafter(drafter, prompts=prompts, compare=prompts is None)
         self.trackers.append({"step": self.step, "time": time.time(), "eval": result})
         self.say(f"{when}, {result['prompts']} prompts: {describe(result)}")
         return result
@@ -366,7 +375,7 @@ class _Run:
                 if self.step % config.checkpoint.every == 0 or self.step == config.steps:
                     self._checkpoint()
                 due = config.evaluate.every and self.step % config.evaluate.every == 0 and self.step < config.steps
-                if due and self.assessor:
+                if due and self.measures:
                     with self._interruptible():
                         self._evaluate(f"step {self.step}", prompts=config.evaluate.every_prompts)
                 waited = time.perf_counter()

@@ -75,9 +75,8 @@ def draft(
     tokens[..., 0] = rows.tokens.gather(1, batch.anchors)
     position = rows.position
     slots = position.gather(1, batch.anchors)[..., None] + torch.arange(block_size, device=features.device)
-    context = drafter.context(features.to(drafter.dtype), position)
     noise = models.vocabulary.embedding[tokens.flatten(1)].to(drafter.dtype)
-    return drafter(noise, slots.flatten(1), context, attend)
+    return drafter.from_features(features.to(drafter.dtype), position, noise, slots.flatten(1), attend)
 
 
 def compute_gradient(
@@ -148,7 +147,7 @@ def compute_gradient(
         # one vector for all that is not a gradient, so that ranks decide alike about stopping and diverging
         vector = torch.cat([measured.pairs.flatten(), weight.double()[None], weight.new_tensor([stopping]).double()])
         if world is not None:
-            world.sum([vector, *optimizer.gradients()])
+            world.sum([vector, *optimizer.unsummed_gradients()])
         measured, weight = TrainingMetrics(pairs=vector[:-2].view(-1, 2)), vector[-2]
     with spans("norm"):
         norm = optimizer.gradient_norm(weight)

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,12 +126,12 @@ class World:
         if self._several and self.leads:
             self.store.compare_set(f"done/{self.role.variant}", "", str(step))
 
-    def share(self, optimizer: Optimizer, losses: list[float]) -> list[float]:
-        """The leader's weights and optimizer state, to all of its variant; -> its losses."""
+    def share(self, optimizer: Optimizer, told: Any) -> Any:
+        """The leader's weights and optimizer state, to all of its variant; -> what it tells (is plain JSON)."""
         if self.peers is None or dist.get_world_size(self.peers) == 1:
-            return losses
+            return told
         leader = self.topology.drafter_ranks(self.role.variant)[0]
-        for tensor in optimizer.tensors().values():
+        for tensor in optimizer.tensors().values() if optimizer.shards is None else ():  # rows are their own
             host = tensor.is_cuda and dist.get_backend(self.peers) == "gloo"
             moved = tensor.cpu() if host else tensor
             if not host and not moved.is_cuda and dist.get_backend(self.peers) == "nccl":  # a counter on the host
@@ -138,10 +139,18 @@ class World:
             dist.broadcast(moved, leader, group=self.peers)
             tensor.copy_(moved)
         optimizer.loaded()
-        name = f"losses/{self.role.variant}"
+        name = f"told/{self.role.variant}"
         if self.leads:
-            self.store.set(name, json.dumps(losses))
+            self.store.set(name, json.dumps(told))
         return json.loads(self.published(name))
+
+    def all_of_variant(self, name: str, holds: bool) -> bool:
+        """Whether it holds at all ranks that train this drafter; asked by all of them, once."""
+        if self.store is None:
+            return holds
+        self.store.set(f"{name}/{self.role.rank}", str(int(holds)))
+        ranks = self.topology.drafter_ranks(self.role.variant)
+        return all(self.published(f"{name}/{rank}") == "1" for rank in ranks)
 
     def published(self, name: str) -> str:
         """What another rank says of itself, when it has."""
