@@ -37,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
             dest="overrides",
             help="change one setting, such as optimizer.muon_rate=0.02; may be given more than once",
         )
-    warmup.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)  # one kind of several: see kinds.py
     which = evaluate.add_mutually_exclusive_group(required=True)
     which.add_argument("--checkpoint", type=Path, metavar="DIR", help="a checkpoint directory of a run")
     which.add_argument("--drafter", type=Path, metavar="DIR", help="an exported drafter, in either layout")
@@ -99,10 +98,10 @@ def _warm_up(options: argparse.Namespace, config: Config, run_dir: Path) -> int:
     faults.register()
     told = os.environ.get("ORCH_METRICS")
     _must_be_writable(run_dir, *([Path(told).parent] if told else []))
-    if options.as_rank is None and len(kinds.cards_of(names := kinds.names_here(config))) > 1:
+    if len(kinds.cards_of(names := kinds.names_here(config))) > 1:
         return kinds.warm_each(names, [sys.executable, "-m", "trainer", *options.arguments])
     metrics_path = Path(told) if told else None
-    return warm_all(config, choose_device(config), run_dir, metrics_path=metrics_path, rank=options.as_rank or 0)
+    return warm_all(config, choose_device(config), run_dir, metrics_path=metrics_path)
 
 
 def run(options: argparse.Namespace, config: Config, began: float) -> int:

@@ -34,14 +34,12 @@ def environment_of(card: int, environment: dict[str, str]) -> dict[str, str]:
 
 
 def warm_each(names: list[str], words: list[str]) -> int:
-    """Runs `words --as-rank NUMBER` on a card of each kind; -> the exit code. One that fails does not stop the others:
-    what they compile is kept."""
+    """Runs `words` on a card of each kind; -> the exit code. One that fails does not stop the others: what they compile
+    is kept. Such a process sees one kind only, so it does not come here again."""
     failed = []
-    for number, (name, card) in enumerate(cards_of(names).items()):
+    for name, card in cards_of(names).items():
         print(f"{name}: card {card} of {len(names)}", flush=True)
-        done = subprocess.run(
-            [*words, "--as-rank", str(number)], env=environment_of(card, dict(os.environ)), check=False
-        )
+        done = subprocess.run(words, env=environment_of(card, dict(os.environ)), check=False)
         if done.returncode:
             failed.append(f"{name} (exit code {done.returncode})")
     if failed:

@@ -106,14 +106,11 @@ def tidy(run_dir: Path) -> None:
             (run_dir / "warm").rmdir()
 
 
-def warm_all(
-    config: Config, device: torch.device, run_dir: Path, *, metrics_path: Path | None = None, rank: int = 0
-) -> int:
-    """`trainer warmup`: all that any rank of this kind of GPU will compile, one after the other; -> the exit code.
-    `rank`: as which its lines in the metrics file are told."""
+def warm_all(config: Config, device: torch.device, run_dir: Path, *, metrics_path: Path | None = None) -> int:
+    """`trainer warmup`: all that any rank of this kind of GPU will compile, one after the other; -> the exit code."""
     plan = config.plan
     world = World(topology=plan, role=plan.role(0), device=device, timeout=config.topology.timeout)
-    report = Report(path=metrics_path, rank=rank, say=lambda text: print(f"  {text}"))
+    report = Report(path=metrics_path, say=lambda text: print(f"  {text}"))
     print(f"compiling for {kind_of(device)} into {' and '.join(map(str, compile_report.folders()))}")
     try:
         _warm_each(config, world, run_dir, report)

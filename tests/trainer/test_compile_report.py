@@ -130,7 +130,7 @@ def test_the_runner_reads_what_is_told(runs):
         for line in runs[name].lines:
             summary.feed(line.encode())
         assert summary.broken == 0 and summary.step is None
-        read = summary.compile
+        read = summary.compiled.summary()
         assert (read["hits"], read["misses"], read["rebuilt"]) == figures and read["done"]
 
 
