@@ -226,16 +226,16 @@ OPTIMIZERS = {
 def test_killed_at_random_and_resumed_comes_to_the_same(tiny, tmp_path, sets):
     """kill -9 between any two instructions, and while checkpoints are written: one is written at every step."""
     draw = random.Random(7)
-    arguments = command(tiny(steps=30), *sets)
+    arguments = command(tiny(steps=18), *sets)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     code, said = run(arguments, whole)
     assert code == 0, said
     left_behind, kills, codes = 0, 0, []
     while not codes or codes[-1] != 0:
-        target, moment = steps_done(killed) + draw.randint(2, 5), MOMENTS[kills % len(MOMENTS)]
+        target, moment = steps_done(killed) + draw.randint(1, 3), MOMENTS[kills % len(MOMENTS)]
         process = forked.start(arguments, run_dir=killed, log=tmp_path / "killed.log")
         while process.is_alive() and not (steps_done(killed) >= target and moment(killed)):
-            pass
+            time.sleep(0.0005)
         number = signal.SIGKILL if kills % 4 != 1 else signal.SIGTERM
         forked.send(process, number)
         codes.append(process.exitcode)
@@ -270,6 +270,7 @@ def test_sigterm_during_an_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
     process = forked.start(arguments, run_dir=run_dir, log=log)
     while "ready after" not in (log.read_text() if log.exists() else ""):
         assert process.is_alive()
+        time.sleep(0.01)
     time.sleep(0.2)
     forked.send(process, signal.SIGTERM)
     assert process.exitcode == 143 and "before training" not in log.read_text()
