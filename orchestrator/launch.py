@@ -64,6 +64,7 @@ class Member:
     addresses: tuple[str, ...]  # at which the others reach each
     interface: str | None  # of this place; None until the place has told
     ranks: tuple[int, ...] = ()  # of each place, where the recipe says
+    wanted: int = 0  # how many places the recipe has, where some of them take no part
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Launch:
     state: Mapping[str, Any] = field(default_factory=dict)
     environment: BuiltEnvironment | None = None
     cache: Prediction | None = None  # what the trainer will find compiled; None where that is not known
+    from_step: int = 0  # of the checkpoint of an earlier run that this one has to go on from
     meeting: Mapping[str, Any] | None = None  # ports and token, by which the runners of several places find each other
 
     @property
@@ -122,7 +124,8 @@ def resolve(launch: Launch) -> str:
 
 
 def connect(launch: Launch) -> str:
-    launch.session = open_session(launch.place)
+    if launch.session is None:
+        launch.session = open_session(launch.place)
     tmux = launch.connected.hello.container.get("tools", {}).get("tmux")
     if not tmux:
         raise OrchError(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from orchestrator import elastic
 from orchestrator.config import EnvironmentSpec, recipe_digest
 from orchestrator.environment.build import CHECK_LIMIT, BuiltEnvironment, EnvironmentPlan, request, status
 from orchestrator.environment.build import plan as plan_environment
 from orchestrator.generations import Pinned
-from orchestrator.launch import STEPS, Launch, no_cache, planned_cache
+from orchestrator.launch import STEPS, Launch, connect, no_cache, planned_cache
 from orchestrator.run import BEFORE_TRAINING
-from orchestrator.several import in_one_line, reach, together
+from orchestrator.several import in_one_line, reach, reach_all, together
 from orchestrator.user import user_name
 
 
@@ -45,11 +46,46 @@ class LaunchPlan:
 
 def plan(all_: Sequence[Launch]) -> LaunchPlan:
     """Of a launch at one place, or at several, which are asked at once; these are connected with each other too."""
+    if all_[0].recipe.elastic is not None:
+        return _elastic(all_)
     plans = together(plan_launch, all_)
-    if len(all_) == 1:
-        return plans[0]
+    return plans[0] if len(all_) == 1 else _together(all_, plans, reach(all_))
+
+
+def _elastic(all_: Sequence[Launch]) -> LaunchPlan:
+    """Of those places that would take part, and with what the run would go on from."""
+    notes = _Notes()
+    present: Sequence[Launch] = elastic.answering(all_, connect, notes)[0]
+    present, ways = reach_all(present, notes) if len(present) > 1 else (present, "")
+    going_on = elastic.going_on(present)
+    plans = together(plan_launch, present)
+    plan = _together(present, plans, ways) if len(present) > 1 else plans[0]
+    added = {name: f"; {what}" for name, what in notes.said}
+    if going_on is not None:
+        added["claim"] = f", {elastic.told(going_on)}"
+    steps = tuple(replace(step, what=step.what + added.get(step.name, "")) for step in plan.steps)
+    return replace(plan, steps=steps, requests=(*plan.requests, "which run does this one go on from?"))
+
+
+class _Notes:
+    """A report that keeps what the user should know."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+
+    def begin(self, step: str) -> None: ...
+
+    def progress(self, step: str, what: str, done: int, total: int | None, unit: str) -> None: ...
+
+    def note(self, step: str, what: str) -> None:
+        self.said.append(("connect" if step == "reach" else step, what))  # of one place there is no step `reach`
+
+    def end(self, step: str, what: str) -> None: ...
+
+
+def _together(all_: Sequence[Launch], plans: Sequence[LaunchPlan], ways: str) -> LaunchPlan:
     steps = [_merged(all_, of) for of in zip(*(plan.steps for plan in plans), strict=True)]
-    steps.insert(3, PlannedStep("reach", reach(all_)))
+    steps.insert(3, PlannedStep("reach", ways))
     reaching = ("listen for the other places", "connect to each of them, on every port", "end the listening")
     requests = (plans[0].requests[0], *reaching, *plans[0].requests[1:])
     return LaunchPlan(plans[0].recipe, ", ".join(plan.place for plan in plans), tuple(steps), requests)

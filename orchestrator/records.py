@@ -65,16 +65,29 @@ def network(launch: Launch) -> dict[str, str]:
     if member is None or meeting is None:
         port = 20000 + zlib.crc32(launch.run.encode()) % 12000
         alone = {"ORCH_NODES": "1", "ORCH_NODE_RANK": "0", "ORCH_RENDEZVOUS": f"127.0.0.1:{port}"}
-        return {"ORCH_PLACE": launch.place.name, **alone}
+        return {"ORCH_PLACE": launch.place.name, **alone, **_fewer(launch)}
     return {
         "ORCH_PLACE": launch.place.name,
         "ORCH_NODES": str(len(member.places)),
         "ORCH_NODE_RANK": str(member.number),
         "ORCH_RENDEZVOUS": f"{member.addresses[0]}:{meeting['rendezvous']}",
         **({"ORCH_RANKS": ",".join(map(str, member.ranks))} if member.ranks else {}),
+        **_fewer(launch),
         "GLOO_SOCKET_IFNAME": str(member.interface),
         "NCCL_SOCKET_IFNAME": f"={member.interface}",  # that one, and not all whose names begin so
     }
+
+
+def _fewer(launch: Launch) -> dict[str, str]:
+    """Of a run at fewer places than its recipe has, and of one that goes on from another's checkpoint."""
+    member, told = launch.member, {}
+    if member is not None and member.wanted:
+        told["ORCH_NODES_WANTED"] = str(member.wanted)
+        if member.ranks:
+            told["ORCH_RANKS"] = ",".join(map(str, member.ranks))
+    if launch.from_step:
+        told["ORCH_FROM_STEP"] = str(launch.from_step)
+    return told
 
 
 def start_record(launch: Launch) -> dict[str, Any]:

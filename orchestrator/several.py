@@ -11,8 +11,10 @@ import secrets as random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
+from orchestrator import elastic
 from orchestrator.config import Host, Project, Recipe, resolve_place
 from orchestrator.errors import ConfigError, OrchError, Refused, UsageError
 from orchestrator.launch import STEPS, Launch, Member, Report
@@ -66,8 +68,9 @@ def launches(
     ]
 
 
-def carry_out(all_: Sequence[Launch], report: Report) -> None:
-    """Go through the steps at every place. Afterwards the run runs everywhere, and the sessions are still open.
+def carry_out(all_: Sequence[Launch], report: Report) -> Sequence[Launch]:
+    """Go through the steps at every place; -> the places that take part. Afterwards the run runs at all of these, and
+    the sessions are still open. Only a recipe with `elastic` leaves places out: see there.
 
     Where it runs everywhere already (`how == "running"`) it is left alone.
 
@@ -76,12 +79,20 @@ def carry_out(all_: Sequence[Launch], report: Report) -> None:
         Refused: places do not reach each other; nothing has been claimed or started.
     """
     first, *others = all_
+    going_on = None
     for name, step in STEPS:
         if name == "claim" and others:
             report.begin("reach")
-            report.end("reach", reach(all_))
+            all_, ways = reach_all(all_, report)
+            first, *others = all_
+            report.end("reach", ways)
+        if name == "claim" and first.recipe.elastic is not None:
+            going_on = elastic.going_on(all_)
         report.begin(name)
-        if name == "resolve":
+        if name == "connect" and first.recipe.elastic is not None:
+            all_, told = elastic.answering(all_, step, report)
+            first, *others = all_
+        elif name == "resolve":
             told = [_resolve(first, others, step)]
         elif name == "claim":
             told = together(step, [first])
@@ -99,7 +110,11 @@ def carry_out(all_: Sequence[Launch], report: Report) -> None:
         if name == "claim":
             _soundly_claimed(first, others)
             if not _not_running(all_):
-                return
+                return all_
+            if going_on is not None:
+                together(partial(elastic.take, of=going_on), all_)
+                report.note("claim", elastic.told(going_on))
+    return all_
 
 
 def together(step: Callable[[Launch], T], all_: Sequence[Launch]) -> list[T]:
@@ -131,6 +146,37 @@ def reach(all_: Sequence[Launch]) -> str:
     Raises:
         Refused: some do not reach each other; each pair and direction is named, with the address and the ports.
     """
+    failed = _try_ways(all_)
+    if failed:
+        raise _refused(failed)
+    return _ways(all_)
+
+
+def reach_all(all_: Sequence[Launch], report: Report) -> tuple[Sequence[Launch], str]:
+    """The same; where the recipe allows it, without those that do not reach each other. -> who takes part, and how
+    many ways there are."""
+    while failed := _try_ways(all_):
+        all_ = elastic.connected(all_, failed, _refused(failed), report)
+        if len(all_) == 1:
+            all_[0].meeting = None
+            return all_, f"{all_[0].place.name} alone"
+    return all_, _ways(all_)
+
+
+def _ways(all_: Sequence[Launch]) -> str:
+    return f"{len(all_) * (len(all_) - 1)} ways between {len(all_)} places, {2 + DATA_PORTS} ports"
+
+
+def _refused(failed: elastic.Ways) -> Refused:
+    return Refused(
+        "\n".join(why for _, _, why in failed)
+        + "\nevery place has to reach every other one directly, on any port, at the address that it has itself: "
+        "look at addresses, routes and firewalls (a forwarded port, or NAT without a route, is not enough)"
+    )
+
+
+def _try_ways(all_: Sequence[Launch]) -> elastic.Ways:
+    """The ways that are none. Where all are, every launch knows the ports and the token."""
     word = random.token_hex(8)
 
     def listen(launch: Launch) -> dict[str, list[int]]:
@@ -148,7 +194,7 @@ def reach(all_: Sequence[Launch]) -> str:
     ports = together(listen, all_)
     meeting = {"rendezvous": ports[0]["fixed"][0], "runners": ports[0]["fixed"][1], "token": random.token_urlsafe(24)}
 
-    def connect(launch: Launch) -> list[str]:
+    def connect(launch: Launch) -> list[tuple[int, int, str]]:
         member = _member(launch)
         targets: list[dict[str, Any]] = [
             {"number": number, "address": member.addresses[number], "port": port, "word": word}
@@ -159,21 +205,16 @@ def reach(all_: Sequence[Launch]) -> str:
         why = launch.connected.call("reach_connect", {"targets": targets}, timeout=_CONNECTING).data["why"]
         return _failures(member, [(t["number"], t["port"], reason) for t, reason in zip(targets, why, strict=True)])
 
-    problems = [problem for found in together(connect, all_) for problem in found]
+    failed = [way for found in together(connect, all_) for way in found]
     together(lambda launch: launch.connected.call("reach_close", {}), all_)
-    if problems:
-        raise Refused(
-            "\n".join(problems)
-            + "\nevery place has to reach every other one directly, on any port, at the address that it has itself: "
-            "look at addresses, routes and firewalls (a forwarded port, or NAT without a route, is not enough)"
-        )
-    for launch in all_:
-        launch.meeting = meeting
-    return f"{len(all_) * (len(all_) - 1)} ways between {len(all_)} places, {2 + DATA_PORTS} ports"
+    if not failed:
+        for launch in all_:
+            launch.meeting = meeting
+    return failed
 
 
-def _failures(member: Member, tried: Sequence[tuple[int, int, str | None]]) -> list[str]:
-    """One sentence for each place that this one does not reach."""
+def _failures(member: Member, tried: Sequence[tuple[int, int, str | None]]) -> list[tuple[int, int, str]]:
+    """A sentence for each place that this one does not reach."""
     problems = []
     for number, place in enumerate(member.places):
         failed = [(port, why) for to, port, why in tried if to == number and why is not None]
@@ -181,7 +222,8 @@ def _failures(member: Member, tried: Sequence[tuple[int, int, str | None]]) -> l
             continue
         here, (port, why) = member.places[member.number], failed[0]
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        problems.append(f"{here} does not reach {place} at {member.addresses[number]}, port {port}{more}: {why}")
+        said = f"{here} does not reach {place} at {member.addresses[number]}, port {port}{more}: {why}"
+        problems.append((member.number, number, said))
     return problems
 
 

@@ -120,7 +120,8 @@ def launch_command(
         try:
             if not json:
                 out.print(f"{'warming' if warm else 'launching'} {launch.recipe.name} at {names}", soft_wrap=True)
-            carry_out(asked, report)
+            asked = list(carry_out(asked, report))
+            launch, names = asked[0], _names(asked)
         except BaseException as error:
             _close(asked)
             if isinstance(error, KeyboardInterrupt) and not json:

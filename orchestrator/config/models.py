@@ -260,6 +260,12 @@ class OneOfPlaces(_Model):
     ranks: Annotated[int | None, Field(ge=1, le=1024), Expect("a whole number from 1")] = None
 
 
+class Elastic(_Model):
+    """Whether a run over several places may go on at fewer of them."""
+
+    least: Annotated[int, Field(ge=1), Expect("a whole number from 1: of places", "least: 1")]
+
+
 class Recipe(_Model):
     """What to run, where, in which environment, and what counts as healthy."""
 
@@ -275,6 +281,7 @@ class Recipe(_Model):
         Field(min_length=2),
         Expect("a list of two or more mappings with place, address, interface and ranks"),
     ] = None
+    elastic: Annotated[Elastic | None, Expect("a mapping with least, such as {least: 1}")] = None
     environment: Annotated[
         str,
         _whole(ENVIRONMENT_NAME),

@@ -40,8 +40,9 @@ def load_recipe(
     if place_override is not None:
         label = "the place given"
         source = _with(source, ("place",), Document(place_override, values={("place",): label}))
-        if source.document.data.get("places") is not None:
-            source = _with(source, ("places",), Document(None, values={("places",): label}))
+        for key in ("places", "elastic"):
+            if source.document.data.get(key) is not None:
+                source = _with(source, (key,), Document(None, values={(key,): label}))
     return check_recipe(source)
 
 
@@ -125,8 +126,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _said(recipe: Recipe) -> dict[str, Any]:
-    """All keys but that of `place` and `places` which the recipe does not use."""
-    return recipe.model_dump(exclude={"place"} if recipe.places else {"places"})
+    """All keys but that of `place` and `places` which the recipe does not use, and `elastic` where it does not."""
+    unused = {"place"} if recipe.places else {"places"}
+    return recipe.model_dump(exclude=unused if recipe.elastic else unused | {"elastic"})
 
 
 def recipe_digest(recipe: Recipe, place: Place | str) -> str:
@@ -201,10 +203,17 @@ def _secret_problems(document: Document) -> list[str]:
 
 def _places_problems(document: Document) -> list[str]:
     """What only the list of places as a whole can show."""
-    places = document.data.get("places")
+    places, elastic = document.data.get("places"), document.data.get("elastic")
+    if places is None and elastic is not None:
+        return [f"{document.where_key(('elastic',))}: elastic needs places, of which some may be missing"]
     if places is None:
         return []
     problems = []
+    least = elastic.get("least") if isinstance(elastic, dict) else None
+    if isinstance(least, str) and least.isdigit() and isinstance(places, list) and int(least) >= len(places):
+        problems.append(
+            f"{document.where(('elastic', 'least'))}: elastic.least must be below the number of places, {len(places)}"
+        )
     if document.data.get("place") is not None:
         problems.append(f"{document.where_key(('places',))}: place and places exclude each other; keep one of them")
     entries = [entry if isinstance(entry, dict) else {} for entry in places] if isinstance(places, list) else []

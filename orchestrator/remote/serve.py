@@ -236,8 +236,8 @@ def sentence(error: BaseException, op: str, root: str) -> str:
 def tables() -> Dict[str, Op]:
     """Every operation that this program has."""
     ops: Dict[str, Op] = {}
-    modules = (codetree, continued, environment, environment_gc, evidence, facts, files, generations, probe, reach, runs)
-    for module in (*modules, torch_probe, caches, cache_send, cache_care):
+    modules = (codetree, environment, environment_gc, evidence, facts, files, generations, probe, reach, runs)
+    for module in (*modules, continued, torch_probe, caches, cache_send, cache_care):
         for name, op in module.OPS.items():
             if name in ops:
                 raise RuntimeError("two operations are called %r" % name)

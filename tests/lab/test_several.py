@@ -12,13 +12,14 @@ PLACES = ("pve/200", "pve/201")
 SECONDS = 10.0  # in which everything has to end everywhere
 
 # Stands for torchrun and its ranks: two a place, each in a session of its own and deaf to SIGTERM; they meet at the
-# rendezvous and take steps together. The launcher waits long for the others when a rank has failed.
+# rendezvous and take steps together, from the newest checkpoint of rank 0 on. The launcher waits long for the others
+# when a rank has failed.
 PROGRAM = r"""
 import json, os, signal, socket, subprocess, sys, time
 
 nodes, node = int(os.environ["ORCH_NODES"]), int(os.environ["ORCH_NODE_RANK"])
 address, port = os.environ["ORCH_RENDEZVOUS"].split(":")
-steps = int(sys.argv[1])
+steps, hold = int(sys.argv[1]), sys.argv[2:] == ["hold"]
 
 def launcher():
     ranks = []
@@ -35,11 +36,16 @@ def launcher():
 
 def rank(number):
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print("rank", number, "of", os.environ["ORCH_PLACE"], os.environ["GLOO_SOCKET_IFNAME"], flush=True)
-    others = []
+    print("rank", number, "of", os.environ["ORCH_PLACE"], os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+    others, folder, begun = [], "checkpoints", 0
     if number == 0:
+        os.chdir(os.environ["ORCH_RUN_DIR"])
+        os.makedirs(folder, exist_ok=True)
+        begun = max([int(name[5:]) for name in os.listdir(folder)], default=0)
         listener = socket.create_server((address, int(port)), backlog=8)
         others = [listener.accept()[0] for _ in range(2 * nodes - 1)]
+        for other in others:
+            other.sendall(b"%8d" % begun)
     else:
         for _ in range(300):
             try:
@@ -47,7 +53,8 @@ def rank(number):
                 break
             except OSError:
                 time.sleep(0.1)
-    for step in range(1, steps + 1):
+        begun = int(others[0].recv(8, socket.MSG_WAITALL))
+    for step in range(begun + 1, steps + 1):
         for other in others:
             if number == 0:
                 other.sendall(b"x")
@@ -58,7 +65,11 @@ def rank(number):
         if number == 0:
             with open(os.environ["ORCH_METRICS"], "a") as file:
                 file.write(json.dumps({"step": step, "loss": 1 / step, "tokens": 8, "time": time.time()}) + "\n")
-        time.sleep(0.05)
+            if step % 10 == 0:
+                os.mkdir(f"{folder}/step-{step:06}")
+                with open(f"{folder}/step-{step:06}/state", "w") as file:
+                    file.write(str(step))
+        time.sleep(600 if hold and nodes > 1 and step == begun + 25 else 0.05)
 
 sys.exit(rank(int(os.environ["RANK"])) if "RANK" in os.environ else launcher())
 """
@@ -84,8 +95,8 @@ def places(lab):
     return [{"place": f"pve/{vmid}", "address": lab.info["addresses"][vmid]} for vmid in lab.vmids]
 
 
-def recipe(station, lab, name, steps=100000, **keys):
-    command = ["{python}", "/lab/program.py", str(steps)]
+def recipe(station, lab, name, steps=100000, more=(), **keys):
+    command = ["{python}", "/lab/program.py", str(steps), *more]
     station.recipe(name, **{"places": places(lab), "environment": "tiny", "command": command, **keys})
 
 
@@ -159,9 +170,12 @@ def test_an_address_that_is_not_there_and_a_way_that_is_closed(station, two):
     two.run("ip", "route", "add", "blackhole", f"{two.info['addresses']['201']}/32", vmid="200")
     recipe(station, two, "closed")
     refused = station.orch("launch", "closed", "--detach", code=5)
+    recipe(station, two, "fewer", elastic={"least": 1})
+    plan = station.json("plan", "fewer")
     two.run("ip", "route", "del", "blackhole", f"{two.info['addresses']['201']}/32", vmid="200")
     assert f"pve/200 does not reach pve/201 at {two.info['addresses']['201']}, port" in refused.stderr
     assert [run for place in PLACES for run in station.runs(place) if run["recipe"] in ("wrong", "closed")] == []
+    assert plan["place"] == "pve/200" and "without pve/201: pve/200 does not reach pve/201" in plan["steps"][1]["what"]
 
 
 @pytest.mark.parametrize(("place", "rank"), [("pve/201", 3), ("pve/200", 0)])
@@ -237,3 +251,35 @@ def test_a_launch_that_broke_off_between_the_places_goes_on(station, two):
     after = rows(station, "broken")
     assert {row["run"] for row in after.values()} == {before["pve/200"]["run"]}
     assert [row["phase"] for row in after.values()] == ["finished", "finished"]
+
+
+def test_a_run_goes_on_without_a_place_that_is_lost(station, two):
+    """The one that leads has the checkpoints: without it there is nothing to go on from."""
+    recipe(station, two, "elastic", steps=60, more=["hold"], elastic={"least": 1})
+    one = station.json("launch", "elastic", "--detach")["run"]
+    assert until(lambda: rows(station, one)["pve/200"]["step"] == 25)  # and on that it stays
+    two.run("lxc-stop", "-k", "-n", "200")
+    assert until(lambda: rows(station, one)["pve/201"]["exit"])
+    refused = station.orch("launch", "elastic", "--detach", code=5).stderr
+    assert f"{one} cannot go on: pve/201 has no checkpoint of it, and pve/200" in refused
+    assert "orch launch elastic --new" in refused
+    two.run("pct", "start", "200")
+
+    again = station.orch("launch", "elastic", "--detach").stdout
+    assert f"from step 20 of {one}, which lost pve/200" in again, again
+    other = max(row["run"] for row in rows(station, "elastic").values())
+    assert until(lambda: rows(station, other)["pve/200"]["step"] == 45)
+    two.run("lxc-stop", "-k", "-n", "201")
+    assert until(lambda: rows(station, other)["pve/200"]["exit"])
+
+    plan = station.json("plan", "elastic")
+    assert plan["place"] == "pve/200" and "without pve/201: no answer" in plan["steps"][1]["what"]
+    assert f"from step 40 of {other}, which lost pve/201" in plan["steps"][3]["what"]
+    last = station.orch("launch", "elastic").stdout
+    assert "elastic.least lets the run go on at pve/200" in last and f"from step 40 of {other}" in last, last
+    found = rows(station, "elastic")["pve/200"]
+    assert found["phase"] == "finished" and found["run"] not in (one, other)
+    metrics = two.run("cat", f"/var/lib/orch/runs/{found['run']}/metrics.jsonl", vmid="200").stdout
+    assert [json.loads(line)["step"] for line in metrics.splitlines()] == list(range(41, 61))
+    assert "a new run" in station.json("plan", "elastic")["steps"][3]["what"]  # of one that is finished
+    two.run("pct", "start", "201")
