@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import sys
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,6 +22,13 @@ def start(arguments: list[str], *, run_dir: Path, log: Path, largest_file: int =
     return process
 
 
+def call(function: Callable, *arguments: object, log: Path) -> BaseProcess:
+    """A function of a module in a process of its own; it says what it says to `log`."""
+    process = _processes.Process(target=_call, args=(function, arguments, str(log)))
+    process.start()
+    return process
+
+
 def send(process: BaseProcess, number: int) -> None:
     """A signal, if it still runs; and waits for its end."""
     with contextlib.suppress(ProcessLookupError):
@@ -28,12 +36,21 @@ def send(process: BaseProcess, number: int) -> None:
     process.join(60)
 
 
-def _work(arguments: list[str], run_dir: str, log: str, largest_file: int) -> None:
-    from trainer.cli import main
+def _call(function: Callable, arguments: tuple, log: str) -> None:
+    _say_to(log)
+    function(*arguments)
 
+
+def _say_to(log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+
+def _work(arguments: list[str], run_dir: str, log: str, largest_file: int) -> None:
+    from trainer.cli import main
+
+    _say_to(log)
     os.environ["ORCH_RUN_DIR"] = run_dir
     os.environ.pop("ORCH_METRICS", None)
     if largest_file:

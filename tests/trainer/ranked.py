@@ -181,12 +181,17 @@ def evaluations(folder: Path, metrics: str = "metrics.jsonl") -> list[dict]:
 def last_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All of the newest checkpoint, and its step."""
     path = max((folder / "checkpoints").glob("step-*"))
+    return {"step": torch.tensor(int(path.name[5:])), **tensors(path)}
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint."""
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, checkpoint_id=path, no_dist=True)
-    return {"step": torch.tensor(int(path.name[5:])), **tensors}
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
 
 
 def assert_same_training(ours: Path, theirs: Path, *, tolerance: float = 1e-5) -> None:
