@@ -40,21 +40,25 @@ def test_first_contact_is_one_connection_and_one_pct_call(lab, relay):
 
 
 def test_the_hello_tells_of_host_and_container(lab):
-    # Where its installer puts it, which is not on pct's PATH.
+    # Where its installer puts it, which is not on pct's PATH. What comes after this test must not take it for one.
     fake = "mkdir -p .local/bin && printf '#!/bin/sh\\necho uv 1.2.3\\n' >.local/bin/uv && chmod 755 .local/bin/uv"
-    lab.run("sh", "-c", f"cd /root && test -e .local/bin/uv || {{ {fake}; }}", vmid="200")
-    with open_session(lab.place("200")) as it:
-        host, inside = it.hello.host, it.hello.container
-        assert host["hostname"] == "pve" and inside["hostname"] == "train200"
-        assert "hostname: train200" in host["config"]
-        assert host["config_digest"] and host["boot_id"] and host["time"] and host["uptime"]
-        assert inside["uid"] == 0 and inside["root"] == it.root == "/var/lib/orch"
-        assert inside["home"] == "/root"
-        assert inside["libc"][0] in ("glibc", "musl")
-        assert inside["tools"]["tmux"]["version"] and inside["tools"]["uv"]["version"]
-        assert inside["tools"]["uv"]["path"] == "/root/.local/bin/uv"
-        assert inside["python"] in inside["pythons"]
-        assert abs(inside["time"] - time.time()) < 60
+    planted = lab.run("sh", "-c", f"cd /root && test ! -e .local/bin/uv && {{ {fake}; }}", vmid="200", check=False)
+    try:
+        with open_session(lab.place("200")) as it:
+            host, inside = it.hello.host, it.hello.container
+    finally:
+        if planted.returncode == 0:
+            lab.run("rm", "/root/.local/bin/uv", vmid="200")
+    assert host["hostname"] == "pve" and inside["hostname"] == "train200"
+    assert "hostname: train200" in host["config"]
+    assert host["config_digest"] and host["boot_id"] and host["time"] and host["uptime"]
+    assert inside["uid"] == 0 and inside["root"] == it.root == "/var/lib/orch"
+    assert inside["home"] == "/root"
+    assert inside["libc"][0] in ("glibc", "musl")
+    assert inside["tools"]["tmux"]["version"] and inside["tools"]["uv"]["version"]
+    assert inside["tools"]["uv"]["path"] == "/root/.local/bin/uv"
+    assert inside["python"] in inside["pythons"]
+    assert abs(inside["time"] - time.time()) < 60
 
 
 def test_the_digest_of_the_configuration_is_of_its_present_state(lab):
