@@ -76,6 +76,7 @@ def rollback_command(
             "is its environment there, and clean?",
             "is its code there, and intact?",
             "the packages of the environment in use now, and the files of both codes",
+            "the keys of both compile caches, where they are others",
             f"after a yes: pin {name} to it, by one rename; nothing is removed and no run touched",
         ]
         print(explanation(where, requests))
