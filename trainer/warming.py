@@ -15,6 +15,7 @@ from trainer.config import Config
 from trainer.feed import made_up, parcel_of
 from trainer.models import Models, build_without_target, load_target
 from trainer.optimizer import Optimizer
+from trainer.sharding import stand_in
 from trainer.spans import Spans
 from trainer.step import blocks_of, compute_gradient, objective_of
 from trainer.target import Target
@@ -136,6 +137,8 @@ def _warm_each(config: Config, world: World, run_dir: Path, report: Report) -> N
         if device.type == "cuda":
             torch.cuda.empty_cache()
         models = build_without_target(each, device)
+        if config.plan.drafters[number] > 1 and each.topology.shard != "off":  # whole it might not fit
+            models = replace(models, drafter=stand_in(models.drafter, device))
         optimizer = Optimizer(models.drafter, each.optimizer, each.steps)
         own = replace(world, role=replace(world.role, variant=number))
         warmed = warm_drafter(each, own, models, optimizer, run_dir, report, stream=config)
