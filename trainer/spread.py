@@ -38,6 +38,7 @@ def prepare(
     if not _decide(config, world, models, say):
         optimizer = Optimizer(models.drafter, config.optimizer, config.steps)
         return optimizer, warming.warm_drafter(config, world, models, optimizer, run_dir, report, stream=stream)
+    _must_be_even(world)
     models.drafter.to("cpu")
     small = sharding.stand_in(models.drafter, world.device)
     passing = Optimizer(small, config.optimizer, config.steps)
@@ -79,6 +80,18 @@ def _decide(config: Config, world: World, models: Models, say: Callable[[str], N
     else:
         say(f"drafter to be sharded: {found.line()}")
     return not (fits or on_host)
+
+
+def _must_be_even(world: World) -> None:
+    """The ranks of a sharded drafter gather its weights together, for each of their parts of a step. Where ranks are
+    missing they may have unequal numbers of parts. Raises TrainerError."""
+    parts, ranks = world.topology.parts, world.topology.drafters[world.role.variant]
+    if parts % ranks:
+        would = ", ".join(str(count) for count in range(1, ranks) if parts % count == 0)
+        raise TrainerError(
+            f"the {parts} parts of a step are no equal shares for the {ranks} ranks left of a sharded drafter: "
+            f"{would} ranks would do, or topology.shard: off where it fits whole"
+        )
 
 
 @contextlib.contextmanager

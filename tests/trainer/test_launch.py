@@ -56,6 +56,17 @@ def test_shares_of_machines():
             launch.own_ranks(8, {"ORCH_NODES": "2", "ORCH_RANKS": shares})
 
 
+def test_ranks_that_are_there_without_machines_that_are_missing():
+    assert launch.ranks_present(8, {}) == launch.ranks_present(8, {"ORCH_NODES": "2", "ORCH_RANKS": "5,3"}) == 0
+    missing = {"ORCH_NODES": "1", "ORCH_NODES_WANTED": "2"}
+    assert launch.ranks_present(8, missing) == 4
+    assert launch.ranks_present(8, {**missing, "ORCH_RANKS": "5"}) == 5
+    with pytest.raises(TrainerError, match="7 ranks are no equal shares on 2 machines"):
+        launch.ranks_present(7, missing)
+    with pytest.raises(TrainerError, match="names no share for each of 1 machines"):
+        launch.ranks_present(8, {**missing, "ORCH_RANKS": "5,3"})
+
+
 def test_ranks_share_the_cores_and_what_the_user_says_stands(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
     monkeypatch.setattr(launch, "memory_free", lambda: 1 << 40)

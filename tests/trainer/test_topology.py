@@ -109,3 +109,20 @@ def test_fewer_ranks_keep_the_shares_of_targets_and_drafters():
     for ranks in (1, 9):
         with pytest.raises(ValueError, match="it has 8 ranks, and can do with 2 to 8 of them"):
             topology.on(ranks)
+
+
+def test_a_sharded_drafter_needs_equal_numbers_of_parts():
+    import torch
+
+    from trainer.errors import TrainerError
+    from trainer.spread import _must_be_even
+    from trainer.world import World
+
+    for ranks, even in ((2, False), (3, True), (1, True)):
+        fewer = Topology(drafters=(3,)).on(ranks)
+        world = World(topology=fewer, role=fewer.role(0), device=torch.device("cpu"), timeout=1.0)
+        if even:
+            _must_be_even(world)
+        else:
+            with pytest.raises(TrainerError, match="the 3 parts of a step are no equal shares for the 2 ranks left"):
+                _must_be_even(world)
