@@ -1,4 +1,4 @@
-"""Entry of the zipapp: `serve` answers requests on stdin, `runner` keeps one run."""
+"""Entry of the zipapp: `serve` answers requests on stdin, `runner` keeps one run, `cache_child` (un)packs contents."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ def main(argv: List[str]) -> int:
         from . import runner
 
         return int(runner.main(argv[1:]) or 0)
+    if argv[:1] == ["cache_child"]:
+        from . import cache_child
+
+        return cache_child.main(argv[1:])
     sys.stderr.write("usage: serve NONCE ROOT | runner RUN_DIRECTORY\n")
     return 2
 

@@ -13,6 +13,7 @@ fails is moved aside, which costs one cold compile.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -207,7 +208,8 @@ class Writer:
         if folder in self._made:
             return
         self.folder_of(folder)
-        os.mkdir(folder, 0o755, dir_fd=self._fd)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o755, dir_fd=self._fd)
         self._made.add(folder)
 
     def close(self) -> None:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
-import subprocess
-import threading
-import zlib
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Tuple
 
-from . import facts
-from .cache_files import PIECE, SHA256, Buffer, Place, Row, Writer, write_all
+from .cache_files import SHA256, Buffer, Place, Row, Writer, write_all
 from .frames import OpError
-
-if TYPE_CHECKING:
-    from .serve import Call
 
 ENCODINGS = ("zstd", "gzip", "plain")
 BLOCK = 512  # of a tar
 TAR_END = bytes(2 * BLOCK)
-_SET_PIPE_SIZE = 1031  # F_SETPIPE_SZ, which Python knows from 3.10 on
 
 
 def tar_header(sha256: str, size: int) -> bytes:
@@ -149,100 +139,3 @@ class Unpacker:
             os.close(self._file)
             self._file = -1
         self.writer.close()
-
-
-# --- packed or plain ---------------------------------------------------------------------------------
-
-
-def decoded(call: Call, encoding: str, take: Callable[[Buffer], Any]) -> None:
-    """Gives an upload to `take` as it comes, unpacked, no more than a piece at a time.
-
-    Raises OpError where it cannot be unpacked or its end is missing, what `take` raises, and what `call.parts` does.
-    """
-    if encoding == "plain":
-        for part in call.parts():
-            take(part)
-    elif encoding == "gzip":
-        _gunzip(call, take)
-    else:
-        _unzstd(call, take)
-
-
-def _gunzip(call: Call, take: Callable[[Buffer], Any]) -> None:
-    """Any number of members, one after another."""
-    inflater = zlib.decompressobj(31)
-    fresh = True
-    try:
-        for part in call.parts():
-            data = part
-            while data:
-                if inflater.eof:
-                    inflater, fresh = zlib.decompressobj(31), True
-                # bounded: what was packed well must not fill the memory
-                take(inflater.decompress(data, PIECE))
-                fresh = False
-                data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
-    except zlib.error as error:
-        raise OpError("failed", "the stream cannot be unpacked (%s)" % error) from None
-    if not (inflater.eof or fresh):
-        raise OpError("failed", "the stream ended too early")
-
-
-def _unzstd(call: Call, take: Callable[[Buffer], Any]) -> None:
-    """zstd in a process of its own: this one feeds it, a thread takes what comes out."""
-    program = facts.find_tool("zstd", call.root)
-    if program is None:
-        raise OpError("usage", "there is no zstd here to unpack the stream with")
-    child = subprocess.Popen(
-        [program, "-d", "-c", "-q"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-    )
-    assert child.stdin and child.stdout and child.stderr
-    call.children.append(child)
-    taker = _Taker(child.stdout.fileno(), take, child)
-    try:
-        for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(pipe.fileno(), _SET_PIPE_SIZE, PIECE)
-        taker.start()
-        with contextlib.suppress(BrokenPipeError):
-            for part in call.parts():
-                write_all(child.stdin.fileno(), part)
-        child.stdin.close()
-        taker.join()
-        status = child.wait()
-    finally:
-        # Where the client has gone, what is half there must not be written on.
-        if child.poll() is None:
-            child.kill()
-        if taker.ident is not None:
-            taker.join()
-        child.wait()
-        words = child.stderr.read().decode("utf-8", "replace").strip()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            with contextlib.suppress(OSError):
-                pipe.close()
-        call.children.remove(child)
-    if taker.error is not None:
-        raise taker.error
-    if status:
-        raise OpError("failed", "the stream cannot be unpacked (%s)" % (words[-300:] or "zstd ended with %d" % status))
-
-
-class _Taker(threading.Thread):
-    """Reads a pipe to its end. `error`: what kept it from it; the pipe's other end is then killed."""
-
-    def __init__(self, fd: int, take: Callable[[Buffer], Any], child: subprocess.Popen[bytes]) -> None:
-        super().__init__(name="cache", daemon=True)
-        self.error: Optional[BaseException] = None
-        self._fd, self._take, self._child = fd, take, child
-
-    def run(self) -> None:
-        try:
-            while True:
-                block = os.read(self._fd, PIECE)
-                if not block:
-                    return
-                self._take(block)
-        except BaseException as error:
-            self.error = error
-            self._child.kill()

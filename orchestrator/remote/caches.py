@@ -7,10 +7,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
-from . import cache_files, cache_parts, facts
+from . import cache_files, cache_parts, cache_pipe, facts
 from . import cache_store as store
 from .cache_files import FILES, Damaged, Place, Row, Writer, read_checked, write_all
-from .cache_stream import ENCODINGS, Unpacker, decoded
+from .cache_stream import ENCODINGS
 from .files import Incoming
 from .frames import OpError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .serve import Call
 
 RELATIVES = 16
-_TELL = 0.2  # seconds between two words of progress
 
 
 def cache_find(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
@@ -170,49 +169,43 @@ def cache_stage(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
 
 
 def _receive(call: Call, folder: str, rows: List[Row], encoding: str, key: str, answer: Dict[str, Any]) -> None:
-    files = os.path.join(folder, "new", FILES)
+    files, listed = os.path.join(folder, "new", FILES), os.path.join(folder, "rows.json")
     os.makedirs(files, 0o755)
-    unpacker = Unpacker(rows, files)
+    with open(listed, "w", encoding="utf-8") as file:
+        json.dump(rows, file)
     total = sum(size for _, size in cache_files.contents(rows))
-    told = 0.0
 
-    def take(block: cache_files.Buffer) -> None:
-        nonlocal told
-        unpacker.feed(block)
-        now = time.monotonic()
-        if now - told >= _TELL:
-            told = now
-            call.event({"step": "cache", "done": unpacker.received, "total": total})
+    def tell(done: int) -> None:
+        call.event({"step": "cache", "done": done, "total": total})
 
-    try:
-        decoded(call, encoding, take)
-        if not unpacker.whole():
-            raise OpError("failed", "the stream ended in the middle of a file: %d bytes came" % unpacker.received)
-        answer["bytes"] = unpacker.received
-        answer["linked"] = _reuse(call.root, key, unpacker)
-    finally:
-        unpacker.close()
+    report = cache_pipe.receive(call, encoding, files, listed, tell)
+    if not report["whole"]:
+        raise OpError("failed", "the stream ended in the middle of a file: %d bytes came" % report["received"])
+    answer["bytes"] = report["received"]
+    answer["linked"] = _reuse(call.root, key, files, rows, set(report["missing"]))
 
 
-def _reuse(root: str, key: str, unpacker: Unpacker) -> int:
+def _reuse(root: str, key: str, files: str, rows: List[Row], missing: Set[str]) -> int:
     """What did not come is taken from the snapshots here; their digests are checked once more. How many contents."""
-    if not unpacker.missing:
+    if not missing:
         return 0
     known = store.Known(root, key)
-    lost: Set[str] = set()
-    reused = 0
-    for sha256, (_, places) in unpacker.missing.items():
-        if sha256 not in known or not _take(known, sha256, places, unpacker.writer):
-            lost.add(sha256)
-        else:
-            reused += 1
+    places: Dict[str, List[Place]] = {}
+    for path, _, sha256, executable in rows:
+        if sha256 in missing:
+            places.setdefault(sha256, []).append(Place(path, executable))
+    writer = Writer(files)
+    try:
+        lost = [one for one in missing if one not in known or not _take(known, one, places[one], writer)]
+    finally:
+        writer.close()
     if lost:
         raise OpError(
             "failed",
             "%d of %d contents neither came nor lie here undamaged (%s…): send them all"
-            % (len(lost), len(unpacker.missing), min(lost)[:12]),
+            % (len(lost), len(missing), min(lost)[:12]),
         )
-    return reused
+    return len(missing)
 
 
 def _take(known: store.Known, sha256: str, places: List[Place], writer: Writer) -> bool:

@@ -7,11 +7,10 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from . import logs, processes, stop, tmux
+from . import logs, processes, program, stop, tmux
 from .derive import LOST, Standing, once
 from .frames import OpError
 from .rundir import (
@@ -321,19 +320,8 @@ def _did_not_start(run: RunDir) -> str:
 
 
 def runner_command(run_dir: str) -> List[str]:
-    """The command of the pane: the zipapp that this very program came from, or the package where it lies
-    loose."""
-    package = os.path.dirname(os.path.abspath(__file__))
-    archive = os.path.dirname(package)
-    if os.path.isfile(archive):
-        return [sys.executable, "-I", archive, "runner", run_dir]
-    name: List[str] = []
-    top = package
-    for part in reversed((__package__ or "").split(".")):
-        top = os.path.dirname(top)
-        name.insert(0, part)
-    code = "import sys; sys.path.insert(0, %r); from %s.runner import main; sys.exit(main(sys.argv[1:]))"
-    return [sys.executable, "-I", "-c", code % (top, ".".join(name)), run_dir]
+    """The command of the pane."""
+    return program.command("runner", run_dir)
 
 
 def list_op(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
