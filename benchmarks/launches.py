@@ -68,7 +68,8 @@ def _outcome(code: int | None, run: Path, warm_up: re.Match[str] | None, *, cold
         return "hang"
     if code:
         return f"exit {code}"
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in told if "step" in line]
     if max(steps, default=0) < STEPS:
         return f"only {max(steps, default=0)} steps"
     hits, misses = map(int, warm_up.groups()) if warm_up else (0, 0)

@@ -9,7 +9,9 @@ torch tells when it begins and ends to compile a graph (`torch._dynamo.callback`
 backward at the first backward pass. An entry of AOTAutograd has both, so that a hit brings the backward along. What is
 compiled is known by the name that `graph` gives it, which costs nothing where no report is being made.
 
-Each graph becomes a line of the metrics file as soon as it is known, and all of them together one at the end:
+The first compilation makes the run's phase `compiling`. Each graph becomes a line of the metrics file as soon as it is
+known, and all of them together one at the end:
+    {"phase": "compiling"}
     {"compile": {"graph": "drafter attention backward", "kind": "backward", "hit": true, "rebuilt": false,
                  "seconds": 0.4, "rank": 0}}
     {"compile": {"done": true, "hits": 3, "misses": 0, "rebuilt": 0, "new_files": 0, "seconds": 2.1, "rank": 0}}
@@ -129,6 +131,7 @@ class Report:
     _files: set[str] = field(default_factory=set)
     _names: dict[str, str] = field(default_factory=dict)  # by the compilation's number
     _now: _Watched | None = None
+    _phase_told: bool = False
     _last: tuple[_Watched, dict[str, int]] | None = None  # has ended, and may still be tuned when it first runs
 
     @contextlib.contextmanager
@@ -182,6 +185,9 @@ class Report:
     def _begins(self, args: Any) -> None:
         with contextlib.suppress(Exception):
             self._settle()
+            if not self._phase_told:
+                self._phase_told = True
+                self._append({"phase": "compiling"})
             backward = args.callback_trigger.name == "LAZY_BACKWARD"
             if backward:
                 name, kind = self._names.get(str(args.compile_id), f"graph {args.compile_id}"), "backward"
@@ -238,13 +244,16 @@ class Report:
         )
 
     def _write(self, record: dict[str, Any]) -> None:
+        self._append({"compile": record})
+
+    def _append(self, line: dict[str, Any]) -> None:
         """One write: ranks append to the same file."""
         if self.path is None:
             return
         with contextlib.suppress(OSError):
             file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
-                os.write(file, (json.dumps({"compile": record, "time": round(time.time(), 3)}) + "\n").encode())
+                os.write(file, (json.dumps({**line, "time": round(time.time(), 3)}) + "\n").encode())
             finally:
                 os.close(file)
 

@@ -139,8 +139,8 @@ class FollowDisplay:
         step = "-" if status.step is None else str(status.step)
         of = f"/{self.total_steps}" if self.total_steps else ""
         tau = acceptance_length(status)
-        if status.step is None and status.phase == "compiling" and status.compiling:
-            return f"{status.phase:<10} {status.compiling}  {duration(status.seconds)}"
+        if status.step is None and (words := phase_words(status)) != status.phase:
+            return f"{words}  {duration(status.seconds)}"
         return (
             f"{status.phase:<10} step {step}{of}  loss {number(status.loss)}  "
             f"{rate(status.tokens_per_second)} tokens/s  τ {number(tau, '.2f')}  {duration(status.seconds)}"
@@ -148,9 +148,10 @@ class FollowDisplay:
 
     def _block(self, status: RunStatus) -> RenderableType:
         grid = Table.grid(padding=(0, 1))
+        line = self._line(status)
         grid.add_row(
             Text(f"  {status.phase}", style=PHASE_STYLE.get(status.phase, "")),
-            Text(self._line(status)[11:]),
+            Text(line[max(11, len(status.phase) + 1) :]),
         )
         parts: list[RenderableType] = [grid]
         if self.total_steps and status.step is not None:

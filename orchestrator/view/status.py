@@ -142,7 +142,7 @@ def _details(run: RunStatus) -> list[RenderableType]:
     for note in (tmux_note(run), first, run.error and f"could not be read: {plain(run.error)}", *told(run.cache)):
         if note:
             parts.append(Text(note, style="yellow"))
-    if run.phase != "compiling" and (words := compiled(run.cache, run.compile)):
+    if run.phase not in ("starting", "compiling") and (words := compiled(run.cache, run.compile)):
         parts.append(Text(words))
     tail = log_lines(run.log)
     if not tail:
@@ -152,8 +152,8 @@ def _details(run: RunStatus) -> list[RenderableType]:
 
 
 def phase_words(run: RunStatus) -> str:
-    """The phase, and of one that compiles what it found: `compiling (warm, 3 of 3 hits)`."""
-    words = run.compiling if run.phase == "compiling" else ""
+    """The phase, and until the first step what it compiles: `compiling (warm, 3 of 3 hits)`."""
+    words = run.compiling if run.phase in ("starting", "compiling") else ""
     return f"{run.phase} ({words})" if words else run.phase
 
 
