@@ -1,7 +1,9 @@
-"""Ranks under the real torchrun in two containers, over gloo: they train together, and one that is killed ends all."""
+"""Ranks under the real torchrun in two containers, over gloo: they train together, one that is killed ends all, and
+without one of the containers they go on."""
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -78,3 +80,56 @@ def test_a_killed_rank_of_a_real_torchrun(make_workstation, two):
     assert 3 in [item["rank"] for item in found["evidence"]], found
     # its launcher had the time to tell the same in its own words
     assert "exitcode: -9" in station.orch("logs", run, "--place", "pve/201").stdout.replace("exitcode  :", "exitcode:")
+
+
+# The bundled trainer with the demo's target, in steps of a moment.
+SETTINGS = {
+    "name": "elastic",
+    "steps": 40,
+    "device": "cpu",
+    "threads": 1,
+    "attention": "dense",
+    "target": {"path": "{code}/trainer/assets/demo/target"},
+    "data": {"paths": "{code}/trainer/assets/demo/rows.safetensors", "row_length": 128, "rows_per_step": 2},
+    "drafter": {"target_layers": [1, 3], "mask_token": 1, "layers": 1, "block_size": 3},
+    "loss": {"anchors_per_row": 8},
+    "optimizer": {"muon_rate": 1e-3, "adam_rate": 1e-4},
+    "checkpoint": {"every": 10},
+    "topology": {"ranks": 2},
+}
+
+
+def losses(lab, run):
+    lines = lab.run("cat", f"/var/lib/orch/runs/{run}/metrics.jsonl", vmid="200").stdout.splitlines()
+    return {one["step"]: one["loss"] for one in map(json.loads, lines) if "loss" in one}
+
+
+def test_the_trainer_goes_on_at_the_place_that_is_left_as_if_nothing_had_happened(make_workstation, two):
+    station = make_workstation("second")
+    two.hosts_yaml(station.directory)
+    station.recipe(
+        "elastic",
+        places=[{"place": f"pve/{vmid}", "address": two.info["addresses"][vmid]} for vmid in two.vmids],
+        elastic={"least": 1},
+        environment="demo",
+        settings=SETTINGS,
+    )
+    alone = ["--place", "pve/200", "--set", "settings.topology.ranks=1", "--set", "settings.data.micro_batches=2"]
+    undisturbed = station.json("launch", "elastic", *alone, "--detach", timeout=600)["run"]
+    first = station.json("launch", "elastic", "--detach", timeout=600)["run"]
+    saved = f"/var/lib/orch/runs/{first}/checkpoints/step-000010"
+    assert until(lambda: two.run("test", "-d", saved, vmid="200", check=False).returncode == 0, 120)
+    two.run("lxc-stop", "-k", "-n", "201")
+    assert until(lambda: not ranks(two, "200", first), 30)
+
+    said = station.orch("launch", "elastic", timeout=300).stdout
+    assert f"of {first}, which lost pve/201" in said, said
+    second = max(run["run"] for run in station.runs("pve/200") if run["recipe"] == "elastic")
+    log = station.orch("logs", second).stdout
+    assert "on 1 of 2 ranks, which take the 2 parts of each step" in log and "resuming after step" in log, log
+
+    assert until(lambda: max(losses(two, undisturbed)) == 40, 60)
+    whole, before, after = losses(two, undisturbed), losses(two, first), losses(two, second)
+    assert min(after) > 10 and set(before) | set(after) == set(whole) == set(range(1, 41))
+    for part in (before, after):
+        assert max(abs(part[step] - whole[step]) for step in part) < 1e-5
