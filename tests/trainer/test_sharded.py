@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.trainer import forked, ranked
 from trainer import checkpoint, sharding
-from trainer.config import Config, OptimizerConfig, load
+from trainer.config import Config, ConfigError, OptimizerConfig, load
 from trainer.drafter import Drafter, Shape
 from trainer.feed import load_rows, step_batches
 from trainer.metrics import ratio
@@ -262,3 +262,9 @@ def test_the_estimate_is_what_training_takes():
             said = sharding.state_bytes(drafter, optimizer.config)
             # a gradient of a narrow weight is there for a moment, before it is added to its master's
             assert said == held + gradients + narrow
+
+
+def test_a_drafter_of_one_rank_is_not_spread(config):
+    with pytest.raises(ConfigError, match=r"topology\.shard.*no drafter has several ranks"):
+        load(config, ["topology.shard=on"])
+    assert load(config, ["topology.shard=on", *ranked.split(1, 2)]).topology.shard == "on"
