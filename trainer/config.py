@@ -192,7 +192,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         if len({(v.config.drafter.target_layers, v.config.drafter.features) for v in config.variants}) > 1:
             reader.problem_of("drafter.target_layers", "must be the same for all of `drafters`: one stream feeds them")
         if config.topology.shard == "on" and max(config.whole_plan.drafters) < 2:
-            reader.problem_of("topology.shard", "is on, but no drafter has several ranks to be spread over: set it to auto")
+            reader.problem_of("topology.shard", "is on, but no drafter has several ranks to be spread over; set auto")
     reader.raise_problems()
     return config
 
