@@ -1,7 +1,8 @@
 """torch's own words for a broken entry of its compile cache, at the end of a console.log.
 
 Only what can come from nothing else counts: the file that could not be loaded lies in a cache, or the frames of the
-traceback are those of a cache. A program's own broken JSON is none of it.
+traceback are those of a cache. A program's own broken JSON is none of it, nor is what torch only warns of: an entry
+that cannot be read is compiled anew, and the lines of its traceback have the logger's head before them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,16 @@ _NOT_READ = re.compile(r"^(?:\S+: )?(?:[\w.]+\.)?(?:JSONDecodeError|UnpicklingEr
 _NOT_ALLOWED = re.compile(
     r"PermissionError: \[Errno 13\] Permission denied: '[^']*/(?:%s/[^']*|locks/[^']*\.lock)'" % _CACHE
 )
+_NOT_IMPORTED = re.compile(
+    r"RuntimeError: Failed to import \S*/%s/\S*\.py\b" % _CACHE
+)  # generated code that is cut off
 # The small libraries by which Inductor tries what the processor has are kept in the cache too. Where these do not load,
 # it takes the processor for one without vectors, and the C++ that it has kept does not compile.
-_NO_VECTORS = re.compile(r"/%s/\S*\.cpp:\d+:\d+: error: .at::vec. has not been declared" % _CACHE)
-_ALONE = (_NOT_LOADED, _NOT_ALLOWED, _NO_VECTORS)
+_NO_VECTORS = re.compile(
+    r"/%s/\S*\.cpp:\d+:\d+: error: (?:.at::vec. has not been declared|no member named .vec. in namespace .at.)" % _CACHE
+)
+_TOLD = re.compile(r"the compile cache in .* has a damaged entry: ")  # by the bundled trainer
+_ALONE = (_NOT_LOADED, _NOT_ALLOWED, _NOT_IMPORTED, _NO_VECTORS, _TOLD)
 _TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -38,12 +45,7 @@ def bad_entry(text: str) -> Optional[str]:
             frames_of_cache = False
         elif _FRAME_OF_CACHE.match(line):
             frames_of_cache = True
-        elif (
-            _NOT_LOADED.search(line)
-            or _NOT_ALLOWED.search(line)
-            or _NO_VECTORS.search(line)
-            or (frames_of_cache and _NOT_READ.match(line))
-        ):
+        elif any(words.search(line) for words in _ALONE) or (frames_of_cache and _NOT_READ.match(line)):
             return line.strip()
     return None
 

@@ -314,6 +314,16 @@ def test_torchs_words_for_a_broken_entry_and_no_others() -> None:
         ("PermissionError: [Errno 13] Permission denied: '/r/cache/inductor/locks/c.lock'", True),
         ("PermissionError: [Errno 13] Permission denied: '/data/rows.jsonl'", False),
         ("skipped a row: json.decoder.JSONDecodeError: Expecting value", False),
+        ("RuntimeError: Failed to import /r/cache/inductor/y3/cy3.py", True),
+        ("RuntimeError: Failed to import /r/plugins/mine.py", False),
+        ("error: the compile cache in /r/cache has a damaged entry: JSONDecodeError: Extra data; move it", True),
+        ("ImportError: /r/cache/inductor/43/c4.main.so: cannot read file data", True),
+        (
+            "W1130 23:31:02.1 7 torch/_inductor/codecache.py:1716] [0/0] Traceback (most recent call last):\n"
+            'W1130 23:31:02.1 7 torch/_inductor/codecache.py:1716] [0/0]   File "/e/torch/_inductor/a.py", line 1\n'
+            "W1130 23:31:02.1 7 torch/_inductor/codecache.py:1716] [0/0] EOFError: Ran out of input",
+            False,
+        ),
     ],
 )
 def test_words_one_by_one(text: str, bad: bool) -> None:
