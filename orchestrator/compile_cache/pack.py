@@ -9,6 +9,7 @@ it comes here, rather than at each launch.
 from __future__ import annotations
 
 import hashlib
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ FRAME = 4 << 20  # bytes of content, from which on a frame is closed
 LEVEL = 3  # of zstd, its own default: level 1 packs a seventh worse, and time is taken once
 GZIP_LEVEL = 1  # on the way: a faster wire than this compresses is worth more than a few percent
 CHUNK = 1 << 20
+_TRIED_AGAIN = 16  # frames, after which gzip has another chance
 
 
 @dataclass(frozen=True)
@@ -283,16 +285,44 @@ def stream(pack: Pack, lacking: frozenset[str] | None, encoding: str) -> Iterato
 
     Whole frames are taken as they are. Raises OrchError where the pack is damaged.
     """
-    encoder = _encoder(encoding)
+    encoder, paying = _encoder(encoding), Paying()
     with pack.path.open("rb") as file:
         for frame in pack.frames:
             wanted = [one for one in pack.holds(frame) if lacking is None or one.sha256 in lacking]
             if wanted and encoding == "zstd" and len(wanted) == frame.count:
                 yield from _pieces(pack, frame, file)
             elif wanted:
-                yield from _encoded(encoder(), unpacked(pack, frame, file), {one.sha256 for one in wanted})
+                coder = zlib.compressobj(paying.level, wbits=31) if encoding == "gzip" else encoder()
+                names, raw = {one.sha256 for one in wanted}, sum(one.size for one in wanted)
+                yield from paying.timed(raw, _encoded(coder, unpacked(pack, frame, file), names))
     end = encoder()
     yield end.compress(TAR_END) + end.flush()
+
+
+class Paying:
+    """Whether gzip pays: as long as the wire is slower than packing. Looked at with each frame, by the clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.level = GZIP_LEVEL  # of the next frame; 0 only wraps
+        self._clock = clock
+        self._frames = 0
+        self._sent, self._waited = 0, 0.0  # in all: bytes, and seconds until the wire had taken them
+
+    def timed(self, raw: int, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """One frame of `raw` bytes of content, handed on."""
+        began, waited, sent = self._clock(), self._waited, self._sent
+        for chunk in chunks:
+            before = self._clock()
+            yield chunk
+            self._waited += self._clock() - before
+            self._sent += len(chunk)
+        self._frames += 1
+        if self.level:
+            packing = self._clock() - began - (self._waited - waited)
+            saved = (raw - (self._sent - sent)) * self._waited / max(1, self._sent)
+            self.level = GZIP_LEVEL if saved > packing else 0
+        elif self._frames % _TRIED_AGAIN == 0:
+            self.level = GZIP_LEVEL
 
 
 def _encoded(coder: _Encoder, found: Iterator[tuple[str, int, Iterator[bytes]]], wanted: set[str]) -> Iterator[bytes]:

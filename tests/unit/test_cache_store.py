@@ -93,6 +93,23 @@ def test_what_does_not_change_is_sent_as_it_lies_there(tmp_path):
     assert b"".join(sent) == pack.path.read_bytes()
 
 
+@pytest.mark.parametrize(("seconds", "packed"), [(0.0, False), (0.5, True)])
+def test_gzip_goes_on_only_while_the_wire_is_slower_than_packing(seconds, packed):
+    """By a clock that moves by what packing a frame, and having it taken, are said to cost."""
+    now = [0.0]
+
+    def frame():
+        now[0] += 0.1
+        yield b"x" * 1000
+
+    paying, levels = packs.Paying(lambda: now[0]), []
+    for _ in range(4):
+        levels.append(paying.level)
+        for _ in paying.timed(4000, frame()):
+            now[0] += seconds
+    assert levels == ([1, 1, 1, 1] if packed else [1, 0, 0, 0])
+
+
 def test_contents_that_are_not_what_they_are_called_are_not_packed(tmp_path):
     writer = packs.Writer(tmp_path / "pack")
     for name, size, data in ((sha256(b"abc"), 3, b"abd"), (sha256(b"abc"), 4, b"abc")):
