@@ -294,6 +294,7 @@ class _Run:
 
     def _take(self, batches: list[Batch]) -> Done:
         """One step. Raises Diverged before it changes anything."""
+        self.world.begin_step(self.step + 1)
         spans = Spans(self.world.device)
         gradient = compute_gradient(
             self.config,

@@ -113,16 +113,38 @@ class World:
     def asked_to_stop(self) -> bool:
         return self._several and self.leads and self.store is not None and self.store.check(["stopping"])
 
-    def last_step(self, step: int) -> int:
-        """The step after which every variant stops, this one having done `step` when it was asked to: the most that
-        any has done. Their steps are at most as far apart as batches are made ahead, so nobody waits for long."""
+    def begin_step(self, step: int) -> None:
+        if self._several and self.leads:
+            self.store.set(f"begun/{self.role.variant}", str(step))
+
+    def last_step(self, step: int) -> int | None:
+        """The step after which every variant stops, this one having done `step`: the most that any had done when it
+        was asked to stop. None where that is not known yet and another variant is in a later step, for which it may
+        need us, since targets send what all have asked for: then one more is to be taken. All ranks of a variant are
+        told the same."""
         if not self._several:
             return step
         self.done(step)
-        return max(int(self.published(f"done/{variant}")) for variant in range(len(self.topology.drafters)))
+        name = f"last/{self.role.variant}/{step}"
+        if self.leads:
+            self.store.set(name, json.dumps(self._last_step(step)))
+        return json.loads(self.published(name))
+
+    def _last_step(self, step: int) -> int | None:
+        variants = range(len(self.topology.drafters))
+        ends = time.monotonic() + self.timeout
+        while True:
+            done = [self.peek(f"done/{variant}") for variant in variants]
+            if None not in done:
+                return max(done)
+            if any((self.peek(f"begun/{variant}") or 0) > step for variant in variants):
+                return None
+            if time.monotonic() > ends:
+                raise TrainerError(f"the other drafters have not said within {self.timeout:.0f} s how far they are")
+            time.sleep(0.02)
 
     def done(self, step: int) -> None:
-        """This variant takes no further step, or none without the others; said once."""
+        """So many steps this variant has done, and takes none beyond what the others have; said once."""
         if self._several and self.leads:
             self.store.compare_set(f"done/{self.role.variant}", "", str(step))
 

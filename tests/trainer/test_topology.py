@@ -126,3 +126,22 @@ def test_a_sharded_drafter_needs_equal_numbers_of_parts():
         else:
             with pytest.raises(TrainerError, match="the 3 parts of a step are no equal shares for the 2 ranks left"):
                 _must_be_even(world)
+
+
+def test_a_drafter_that_is_asked_to_stop_takes_the_step_that_another_is_in_already():
+    """Which waits for it: a target sends what all have asked for."""
+    import torch
+    import torch.distributed as dist
+
+    from trainer.world import World
+
+    topology, store = Topology(mode="split", targets=1, drafters=(1, 1)), dist.HashStore()
+    behind, ahead = (
+        World(topology=topology, role=topology.role(rank), device=torch.device("cpu"), timeout=5.0, store=store)
+        for rank in (1, 2)
+    )
+    behind.begin_step(5)
+    ahead.begin_step(6)
+    assert behind.last_step(5) is None
+    behind.begin_step(6)
+    assert ahead.last_step(6) == behind.last_step(6) == 6
