@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import attention, dense_guard
+from trainer import attention, dense_guard, moved_cache
 from trainer.block_mask import Blocks, LayerKind
 from trainer.compile_report import Graph, Report, folders
 from trainer.errors import TrainerError
@@ -79,6 +79,7 @@ def warm(
     Raises TrainerError: the first one failed, or died, or took longer than `timeout` seconds. A process that was
     killed lets go of the lock, so nobody waits for it.
     """
+    moved_cache.follow()
     folder.mkdir(parents=True, exist_ok=True)
     report = report or Report()
     told = len(report.graphs)

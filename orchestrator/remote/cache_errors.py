@@ -19,7 +19,11 @@ _NOT_LOADED = re.compile(
     r"(?:ImportError|OSError): (?P<path>\S*/%s/\S*): "
     r"(?:invalid ELF header|file too short|ELF load command|cannot read file data|undefined symbol)" % _CACHE
 )
-_NOT_READ = re.compile(r"^(?:\S+: )?(?:[\w.]+\.)?(?:JSONDecodeError|UnpicklingError|EOFError)\b")
+# PermissionError: kernels remember where they were compiled, and write their tuned configurations there.
+_NOT_READ = re.compile(
+    r"^(?:\S+: )?(?:[\w.]+\.)?(?:(?:JSONDecodeError|UnpicklingError|EOFError|PermissionError)\b"
+    r"|RuntimeError: CUDA driver error: device kernel image is invalid)"
+)
 _NOT_ALLOWED = re.compile(
     r"PermissionError: \[Errno 13\] Permission denied: '[^']*/(?:%s/[^']*|locks/[^']*\.lock)'" % _CACHE
 )

@@ -313,6 +313,18 @@ def test_torchs_words_for_a_broken_entry_and_no_others() -> None:
         ("/home/me/op.cpp:14:37: error: 'at::vec' has not been declared", False),
         ("PermissionError: [Errno 13] Permission denied: '/r/cache/inductor/locks/c.lock'", True),
         ("PermissionError: [Errno 13] Permission denied: '/data/rows.jsonl'", False),
+        (
+            "Traceback (most recent call last):\n"
+            '  File "/e/torch/_inductor/runtime/autotune_cache.py", line 612, in _put\n'
+            "PermissionError: [Errno 13] Permission denied: '/var/lib/orch'",
+            True,
+        ),
+        (
+            "Traceback (most recent call last):\n"
+            '  File "/e/torch/_inductor/runtime/static_triton_launcher.py", line 144, in load_kernel\n'
+            "RuntimeError: CUDA driver error: device kernel image is invalid",
+            True,
+        ),
         ("skipped a row: json.decoder.JSONDecodeError: Expecting value", False),
         ("RuntimeError: Failed to import /r/cache/inductor/y3/cy3.py", True),
         ("RuntimeError: Failed to import /r/plugins/mine.py", False),
