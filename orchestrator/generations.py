@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
@@ -236,8 +237,10 @@ def tree_of(snapshot: Snapshot) -> dict[str, str]:
     found = {}
     with tarfile.open(fileobj=io.BytesIO(snapshot.tar)) as tar:
         for member in tar:
-            source = tar.extractfile(member)
-            if source is not None:
+            source = None if member.issym() else tar.extractfile(member)
+            if member.issym():
+                found[member.name] = hashlib.sha256(b"link\0" + os.fsencode(member.linkname)).hexdigest()
+            elif source is not None:
                 found[member.name] = hashlib.sha256(source.read()).hexdigest()
     return found
 
@@ -275,12 +278,15 @@ def ignored_packages(session: Session, spec: Any, problem: OrchError | None, man
     return [f"the working tree's environment cannot be used: {(problem.message if problem else '').splitlines()[0]}"]
 
 
-def ignored_code(session: Session, pin: Pinned, local: Snapshot) -> list[str]:
-    """What a pinned launch leaves out of the working tree's code, holding the pinned code to be intact.
+def ignored_code(session: Session, pin: Pinned, local: Snapshot | None, problem: OrchError | None = None) -> list[str]:
+    """What a pinned launch leaves out of the working tree's code, holding the pinned code to be intact. Where the
+    working tree's cannot be taken (None), `problem` says why.
 
     Raises NotFound, Refused.
     """
     there = check_code(session, pin.code_digest, f"generation {pin.generation}")
+    if local is None:
+        return [f"the working tree's code cannot be used: {(problem.message if problem else '').splitlines()[0]}"]
     if local.digest == pin.code_digest:
         return []
     return [f"code: {_short(file_changes(there, tree_of(local)))}"]

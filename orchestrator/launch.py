@@ -11,6 +11,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator import generations, history, secrets
@@ -85,6 +86,7 @@ class Launch:
     problem: OrchError | None = None  # why the working tree's environment cannot be used
     pin: generations.Pinned | None = None
     snapshot: Snapshot | None = None
+    code_problem: OrchError | None = None  # why the working tree's code cannot be used
     secrets: Mapping[str, str] = field(default_factory=dict)
     session: Session | None = None
     run: str = ""
@@ -118,9 +120,20 @@ def resolve(launch: Launch) -> str:
         launch.spec = load_environment(launch.project, launch.recipe.environment)
     except UsageError as problem:
         launch.problem = problem  # a pinned launch does not need it, and only the place knows of pins
-    launch.snapshot = snapshot_bundled()
+    try:
+        launch.snapshot = _working_code(launch.recipe)
+    except UsageError as problem:
+        launch.code_problem = problem  # as above
     launch.secrets = secrets.values(launch.recipe.secrets)
     return f"{launch.recipe.name} at {launch.place.name}"
+
+
+def _working_code(recipe: Recipe) -> Snapshot:
+    if recipe.code is None:
+        return snapshot_bundled()
+    from orchestrator.tree import snapshot_tree
+
+    return snapshot_tree(Path(recipe.code.path), recipe.code.largest)
 
 
 def connect(launch: Launch) -> str:
@@ -143,8 +156,9 @@ def generation(launch: Launch) -> str:
     if pin is not None and not launch.latest:
         launch.pin = pin
         return f"pinned to generation {pin.generation} ({pin.run}) by {pin.by}"
-    if launch.problem is not None:
-        raise launch.problem
+    for problem in (launch.problem, launch.code_problem):
+        if problem is not None:
+            raise problem
     if pin is not None:
         return f"of the working tree; the pin to generation {pin.generation} is lifted"
     return "of the working tree"
@@ -208,12 +222,14 @@ def environment(launch: Launch) -> str:
 
 def code(launch: Launch) -> str:
     snapshot = launch.snapshot
-    assert snapshot is not None
     if launch.pin is not None:
-        for what in generations.ignored_code(launch.connected, launch.pin, snapshot):
+        for what in generations.ignored_code(launch.connected, launch.pin, snapshot, launch.code_problem):
             launch.report.note("code", f"ignored: {what}")
         launch.snapshot = launch.pin.snapshot
         return f"{launch.snapshot.digest}, of generation {launch.pin.generation}"
+    assert snapshot is not None
+    if snapshot.left:
+        launch.report.note("code", left_behind(snapshot))
     reply = launch.connected.call("have", {"paths": [snapshot.path]})
     if snapshot.path in reply.data["paths"]:
         return f"{snapshot.digest}, in place"
@@ -225,7 +241,23 @@ def code(launch: Launch) -> str:
             launch.report.progress("code", "streaming", sent, len(snapshot.tar), "B")
 
     launch.connected.upload("put", snapshot_arguments(snapshot), chunks())
-    return f"{snapshot.digest}, {snapshot.files} files sent"
+    return f"{snapshot.digest}, {snapshot.files} files{of(snapshot)} sent"
+
+
+def left_behind(snapshot: Snapshot) -> str:
+    """Which files of the user's own tree do not travel, though nothing says that they should not."""
+    more = f" and {len(snapshot.left) - 5} more" if len(snapshot.left) > 5 else ""
+    told = ", ".join(snapshot.left[:5])
+    return f"left behind, as names of secrets that git does not track: {told}{more}; a program gets them by secrets"
+
+
+def of(snapshot: Snapshot) -> str:
+    """` of /home/me/project at 1a2b3c4d5e with changes`; nothing of the bundled trainer."""
+    if not snapshot.origin:
+        return ""
+    commit = snapshot.origin.get("commit")
+    at = f" at {commit[:10]}" if commit else ""
+    return f" of {snapshot.origin['path']}{at}{' with changes' if snapshot.origin.get('dirty') else ''}"
 
 
 def cache(launch: Launch) -> str:

@@ -11,7 +11,7 @@ from orchestrator.config import EnvironmentSpec, recipe_digest
 from orchestrator.environment.build import CHECK_LIMIT, BuiltEnvironment, EnvironmentPlan, request, status
 from orchestrator.environment.build import plan as plan_environment
 from orchestrator.generations import Pinned
-from orchestrator.launch import STEPS, Launch, connect, no_cache, planned_cache
+from orchestrator.launch import STEPS, Launch, connect, left_behind, no_cache, of, planned_cache
 from orchestrator.run import BEFORE_TRAINING
 from orchestrator.several import in_one_line, reach, reach_all, together
 from orchestrator.user import user_name
@@ -120,10 +120,12 @@ def plan_launch(launch: Launch) -> LaunchPlan:
     snapshot = launch.snapshot
     there = snapshot.path in launch.connected.call("have", {"paths": [snapshot.path]}).data["paths"]
     requests.append("is this code there?")
+    left = f"; {left_behind(snapshot)}" if snapshot.left else ""
     if there:
-        steps.append(PlannedStep("code", f"{snapshot.digest}, in place"))
+        steps.append(PlannedStep("code", f"{snapshot.digest}, in place{left}"))
     else:
-        steps.append(PlannedStep("code", f"{snapshot.digest}, {snapshot.files} files to send", len(snapshot.tar)))
+        what = f"{snapshot.digest}, {snapshot.files} files{of(snapshot)} to send{left}"
+        steps.append(PlannedStep("code", what, len(snapshot.tar)))
         requests.append(f"put {snapshot.path}")
     step, asked = _cache(launch)
     steps.append(step)

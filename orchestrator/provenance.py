@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,17 @@ def provenance(
             "python": manifest.get("python"),
             "torch": manifest.get("torch"),
         },
-        "code": {"digest": snapshot.digest, **(_git(trainer_dir()) if pin is None else pin.code)},
+        "code": {"digest": snapshot.digest, **(_origin(snapshot) if pin is None else pin.code)},
         "pinned_to": None if pin is None else pin.generation,
         "compile_cache": None if cache is None else cache.to_json(),
         "host": {name: hello.host.get(name) for name in _HOST},
         "container": {name: container.get(name) for name in _CONTAINER},
         "secrets": sorted(recipe.secrets),
     }
+
+
+def _origin(snapshot: Snapshot) -> Mapping[str, Any]:
+    return snapshot.origin or _git(trainer_dir())
 
 
 def _git(directory: Path) -> dict[str, Any]:

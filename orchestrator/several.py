@@ -237,7 +237,7 @@ def _resolve(first: Launch, others: Sequence[Launch], step: Callable[[Launch], s
     told = step(first)
     for launch in others:
         launch.spec, launch.problem = first.spec, first.problem
-        launch.snapshot, launch.secrets = first.snapshot, first.secrets
+        launch.snapshot, launch.code_problem, launch.secrets = first.snapshot, first.code_problem, first.secrets
     return told if not others else f"{first.recipe.name} at {', '.join(_member(first).places)}"
 
 

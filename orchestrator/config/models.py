@@ -6,12 +6,13 @@ a key of the file but comes from around it (a name from the file's stem, say).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, StringConstraints
 
 from orchestrator.config.patterns import searchable
 
@@ -132,6 +133,18 @@ Address = Annotated[
     Expect("an IPv4 address, such as 192.0.2.11"),
 ]
 Interface = Annotated[str | None, _whole(r"[^\s/:\x00]{1,15}"), Expect("the name of a network interface, such as eth0")]
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_MOST_CODE = 2 << 30  # bytes: a snapshot is made in memory
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size such as 64MB (10^6) or 64MiB (2^20); ValueError for anything else."""
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kKmMgG]?i?[bB]?)", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(text)
+    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 class Container(_Model):
@@ -266,6 +279,37 @@ class Elastic(_Model):
     least: Annotated[int, Field(ge=1), Expect("a whole number from 1: of places", "least: 1")]
 
 
+def _size(text: str) -> str:
+    if not 0 < size_of(text) <= _MOST_CODE:
+        raise ValueError(text)
+    return text
+
+
+class OwnCode(_Model):
+    """The user's own source tree; a relative path is taken from the folder that holds `recipes/`."""
+
+    path: Annotated[str, _whole(r"[^\x00]+"), Expect("the path of a folder, such as .", "path: .")]
+    largest: Annotated[
+        str, AfterValidator(_size), Expect("a size up to 2GiB, such as 64MB (10^6 bytes) or 64MiB (2^20)")
+    ] = "64MiB"
+
+
+# nothing where the bundled trainer's source is meant: one kind of mapping, so that a problem has one sentence
+Code = Annotated[
+    OwnCode | None,
+    BeforeValidator(lambda value: code_mapping(value)),
+    PlainSerializer(lambda code: "bundled" if code is None else code.model_dump()),
+    Expect('"bundled", the path of a folder, or a mapping with path and largest'),
+]
+
+
+def code_mapping(value: Any) -> Any:
+    """A recipe's `code` with a path alone written as a mapping; None for the bundled trainer."""
+    if isinstance(value, str):
+        return None if value == "bundled" else {"path": value}
+    return value
+
+
 class Recipe(_Model):
     """What to run, where, in which environment, and what counts as healthy."""
 
@@ -287,7 +331,7 @@ class Recipe(_Model):
         _whole(ENVIRONMENT_NAME),
         Expect("the name of an environment, such as demo", "environment: NAME"),
     ]
-    code: Annotated[Literal["bundled"], Expect('"bundled"')] = "bundled"
+    code: Code = None
     command: Annotated[
         list[Text] | None, Field(min_length=1), Expect("a list of words, such as [python, train.py]")
     ] = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from orchestrator.config.models import RECIPE_NAME, Place, Recipe
+from orchestrator.config.models import RECIPE_NAME, Place, Recipe, code_mapping
 from orchestrator.config.problems import dotted, in_order, validate
 from orchestrator.config.project import Project, list_recipes
 from orchestrator.config.words import did_you_mean, listing, quote
@@ -30,6 +32,7 @@ class RecipeSource:
 
     name: str
     document: Document
+    folder: Path | None = None  # that its relative path of code is taken from
 
 
 def load_recipe(
@@ -60,7 +63,25 @@ def read_recipe(project: Project, name: str) -> RecipeSource:
             f"there is no recipe {quote(name)}{did_you_mean(name, known)}",
             f"recipes: {listing(known)}; looked in {looked}",
         )
-    return RecipeSource(path.stem, read_yaml(path, _TYPED))
+    folder = path.parent.parent if path.parent.name == "recipes" else path.parent
+    return _anchored(RecipeSource(path.stem, read_yaml(path, _TYPED), folder))
+
+
+def _anchored(source: RecipeSource) -> RecipeSource:
+    """With the whole path of its code, so that the recipe means the same wherever it is read."""
+    data, folder = source.document.data, source.folder
+    code = code_mapping(data.get("code")) if isinstance(data, dict) else None
+    if folder is None or not isinstance(code, dict) or not isinstance(code.get("path"), str) or not code["path"]:
+        return source
+    try:
+        path = Path(code["path"]).expanduser()
+    except RuntimeError:  # nobody has that home
+        path = Path(code["path"])
+    whole = os.path.normpath(folder.absolute() / path)
+    document = copy.deepcopy(source.document)
+    document.data["code"] = {**code, "path": whole}
+    document.values.setdefault(("code", "path"), document.where(("code",)))
+    return replace(source, document=document)
 
 
 def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSource:
@@ -84,7 +105,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
             problems += error.problems
     if problems:
         raise ConfigError(in_order(problems))
-    return source
+    return _anchored(source)
 
 
 def check_recipe(source: RecipeSource) -> Recipe:
@@ -106,6 +127,11 @@ def check_recipe(source: RecipeSource) -> Recipe:
     if isinstance(document.data, dict):
         problems += _secret_problems(document)
         problems += _places_problems(document)
+        if code_mapping(document.data.get("code")) is not None and document.data.get("command") is None:
+            problems.append(
+                f"{document.where_key(('code',))}: code is a tree of your own, so a command must say what runs; "
+                'add "command: [python, train.py]"'
+            )
     recipe, wrong = validate(Recipe, document, given=given)
     problems += wrong
     if recipe is None or problems:
@@ -175,7 +201,7 @@ def _with(source: RecipeSource, loc: Loc, new: Document) -> RecipeSource:
             del marks[old]
     document.keys |= {loc: label, **new.keys}
     document.values |= new.values
-    return RecipeSource(source.name, document)
+    return replace(source, document=document)
 
 
 def _secret_problems(document: Document) -> list[str]:

@@ -27,6 +27,7 @@ from orchestrator.config import (
     parse_recipe,
     resolve_place,
 )
+from orchestrator.config.models import Elastic, OwnCode
 from orchestrator.config.problems import keys_of
 from orchestrator.config.yaml_source import parse_yaml
 from orchestrator.errors import OrchError
@@ -103,7 +104,7 @@ def fill_relative(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("page", "models"),
     [
-        ("recipes.md", (Recipe, Health, EnvironmentSpec)),
+        ("recipes.md", (Recipe, Health, Elastic, OwnCode, EnvironmentSpec)),
         ("hosts.md", (Host, Ssh, Container)),
         ("places.md", (OneOfPlaces,)),
     ],
@@ -111,19 +112,22 @@ def fill_relative(value: Any) -> Any:
 def test_the_documentation_has_every_key(page: str, models: tuple[type[BaseModel], ...]) -> None:
     text = (bundled.bundled_dir() / "docs" / page).read_text()
     first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    rows = {key for cell in first for key in re.findall(r"`(?:health\.)?([a-z_]+)`", cell)}
-    keys = {key for model in models for key in keys_of(model)} - {"health"}
+    rows = {key for cell in first for key in re.findall(r"`(?:(?:health|elastic|code)\.)?([a-z_]+)`", cell)}
+    keys = {key for model in models for key in keys_of(model)} - {"health", "elastic"}
     assert rows == keys
 
 
 def test_the_documented_examples_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docs = bundled.bundled_dir() / "docs"
     [hosts] = re.findall(r"```yaml\n(.*?)```", (docs / "hosts.md").read_text(), re.S)
-    recipe, settings = re.findall(r"```yaml\n(.*?)```", (docs / "recipes.md").read_text(), re.S)
+    recipe, settings, own = re.findall(r"```yaml\n(.*?)```", (docs / "recipes.md").read_text(), re.S)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "hosts.yaml").write_text(hosts)
     (tmp_path / "recipes" / "big.yaml").write_text(recipe)
+    (tmp_path / "recipes" / "own.yaml").write_text(own)
     project = find_project(tmp_path)
+    code = load_recipe(project, "own").code
+    assert code is not None and code.path == str(tmp_path)
     loaded = load_recipe(project, "big")
     assert resolve_place(load_hosts(project), loaded.place).name == "pve/200"
     assert (loaded.env, loaded.secrets, loaded.settings) == (
