@@ -143,6 +143,18 @@ def probe(
     probe_command(place, env=env, python=python, json=json, explain=explain)
 
 
+@app.command(short_help="Check a place: what is missing there, and what to do.")
+def doctor(
+    place: Annotated[str | None, typer.Argument(metavar="PLACE", help="HOST or HOST/CONTAINER.")] = None,
+    json: JsonOption = False,
+    explain: ExplainOption = False,
+) -> None:
+    """Check a place: what is there, what is missing, and what to do about it. Exit 1 where a launch would fail."""
+    from orchestrator.cli.doctor import doctor_command
+
+    doctor_command(place, json=json, explain=explain)
+
+
 @app.command(short_help="Enter the run's tmux session.")
 def attach(run: OneRunArgument = None, place: PlaceOption = None, explain: ExplainOption = False) -> None:
     """Enter the run's tmux session. Leave it with Ctrl-b d; the run goes on."""

@@ -14,6 +14,18 @@ def project_and_hosts() -> tuple[Project, dict[str, Host]]:
     return project, load_hosts(project)
 
 
+def meant_place(name: str | None) -> Place:
+    """The place given, else that of the latest launch, else this machine."""
+    from orchestrator import history
+    from orchestrator.config import resolve_place
+    from orchestrator.survey import is_place
+
+    project, hosts = project_and_hosts()
+    known = [entry for entry in history.known(None) if is_place(hosts, entry.place)] if name is None else []
+    latest = max(known, key=lambda entry: entry.created, default=None)
+    return resolve_place(hosts, name or (latest.place if latest else "local"), project)
+
+
 def meant_run(reference: str | None, place: str | None) -> tuple[list[Place], str]:
     """The run that the user means, with all its places in its order, or the one that is named.
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from orchestrator.cli.context import project_and_hosts
+from orchestrator.cli.context import meant_place
 from orchestrator.cli.output import console, print_json
-from orchestrator.config import Place, resolve_place
 from orchestrator.explain import explanation
 
 
@@ -21,7 +20,7 @@ def probe_command(place: str | None, *, env: str | None, python: str | None, jso
     from orchestrator.view.follow import LaunchDisplay
     from orchestrator.view.probe import print_report
 
-    where = _meant(place)
+    where = meant_place(place)
     if explain:
         asked = [] if python else ["which environments are there?"]
         print(explanation(where, [*asked, f"run a script with {python or 'its Python'}: versions, settings, each way"]))
@@ -42,14 +41,3 @@ def probe_command(place: str | None, *, env: str | None, python: str | None, jso
         print_report(out, report)
     if not report.good:
         raise typer.Exit(1)
-
-
-def _meant(name: str | None) -> Place:
-    """The place given, else that of the latest launch, else this machine."""
-    from orchestrator import history
-    from orchestrator.survey import is_place
-
-    project, hosts = project_and_hosts()
-    known = [entry for entry in history.known(None) if is_place(hosts, entry.place)] if name is None else []
-    latest = max(known, key=lambda entry: entry.created, default=None)
-    return resolve_place(hosts, name or (latest.place if latest else "local"), project)

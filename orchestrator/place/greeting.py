@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 NOISE = 4 << 20
 
 
+class CannotServe(OrchError):
+    """The place was entered and has no Python (`lacks` is "python") or no room for the programs ("root")."""
+
+    def __init__(self, lacks: str, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.lacks = lacks
+
+
 @functools.lru_cache(maxsize=4)
 def script(name: str) -> str:
     """A constant shell script of the remote programs, by its stem."""
@@ -176,10 +184,11 @@ def ended(place: Place, greet: Greeting, status: int | None, stderr: str) -> Orc
     return Unreachable(f"{where} ended with status {status} before it answered: {why}")
 
 
-def failed(place: Place, greet: Greeting) -> OrchError:
+def failed(place: Place, greet: Greeting) -> CannotServe:
     """The place itself says why it cannot serve."""
     if greet.error:
-        return OrchError(
+        return CannotServe(
+            "root",
             f"{place.name}: {greet.error}",
             "free some space, or set root: in hosts.yaml to a folder that can be written",
         )
@@ -195,7 +204,8 @@ def failed(place: Place, greet: Greeting) -> OrchError:
     what = f", python: {given} included" if given else ""
     found = f" (found {', '.join(dict.fromkeys(seen))})" if seen else ""
     system = (greet.first("enter.system") or "").strip('"')
-    return OrchError(
+    return CannotServe(
+        "python",
         f"there is no Python ≥ 3.8 in {place.name}{found}{what}" + (f"; it runs {system}" if system else ""),
         (f"install one there: {install}" if install else "install one there") + ", or set python: in hosts.yaml",
     )

@@ -24,6 +24,7 @@ from . import (
     caches,
     codetree,
     continued,
+    doctor,
     environment,
     environment_gc,
     evidence,
@@ -237,7 +238,7 @@ def tables() -> Dict[str, Op]:
     """Every operation that this program has."""
     ops: Dict[str, Op] = {}
     modules = (codetree, environment, environment_gc, evidence, facts, files, generations, probe, reach, runs)
-    for module in (*modules, continued, torch_probe, caches, cache_send, cache_care):
+    for module in (*modules, continued, doctor, torch_probe, caches, cache_send, cache_care):
         for name, op in module.OPS.items():
             if name in ops:
                 raise RuntimeError("two operations are called %r" % name)
