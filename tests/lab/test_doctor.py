@@ -251,6 +251,19 @@ def test_a_container_that_is_stopped(box, workstation):
     assert f"→ ssh pve pct start {box.dead_vmid}" in shown and "a launch would fail here: 1 fault" in shown
 
 
+def test_a_container_that_is_frozen_is_not_waited_for(box, workstation):
+    calls = len(box.pct_calls())
+    box.run("lxc-freeze", "-n", "200")
+    try:
+        report = workstation.json("doctor", PLACE, code=1)
+    finally:
+        box.run("lxc-unfreeze", "-n", "200")
+    found = bad(report)
+    assert list(found) == ["container"] and "frozen" in found["container"]["text"]
+    assert "ssh pve lxc-unfreeze -n 200" in found["container"]["remedy"]
+    assert len(box.pct_calls()) == calls
+
+
 def test_no_python_and_no_room_for_any_program(box, workstation):
     pythons = "/usr/bin/python3* /usr/local/bin/python3*"
     box.run("sh", "-c", AWAY, "sh", pythons, vmid="200")
@@ -274,6 +287,9 @@ def test_no_python_and_no_room_for_any_program(box, workstation):
     assert f"orch exec {PLACE} -- df -h" in full["disk"]["remedy"]
 
 
-def test_what_is_not_the_places_fault(workstation):
+def test_the_host_itself_and_what_is_no_place(workstation):
+    report = workstation.json("doctor", "pve", code=None)
+    rows = {row["check"]: row for row in report["findings"]}
+    assert rows["python"]["status"] == "ok" and not {"container", "lock", "backups"} & set(rows)
     workstation.orch("doctor", "pve/999", code=2)
     workstation.orch("doctor", "nowhere", code=2)
