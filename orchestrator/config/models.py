@@ -318,6 +318,8 @@ class Recipe(_Model):
         _whole(RECIPE_NAME),
         Expect("at most 40 lower-case letters, digits, _ and -, a letter or digit first"),
     ]
+    # resolved when a recipe is read, so that what a run records stands for itself
+    extends: Annotated[str | None, Field(exclude=True), Expect("the name of a recipe, or the path of its file")] = None
     description: Text = ""
     place: PlaceName = "local"
     places: Annotated[

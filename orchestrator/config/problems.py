@@ -63,11 +63,12 @@ def dotted(loc: Sequence[str | int]) -> str:
 
 
 def in_order(problems: Sequence[str]) -> list[str]:
-    """By line, as one walks through the file; what has no line goes first."""
+    """By line, as one walks through each file; what has no line goes first."""
+    files: dict[str, int] = {}
 
-    def line(problem: str) -> int:
-        found = re.match(r"[^:\n]*:(\d+)", problem)
-        return int(found.group(1)) if found else 0
+    def line(problem: str) -> tuple[int, int]:
+        found = re.match(r"([^:\n]*):(\d+)", problem)
+        return (files.setdefault(found[1], len(files) + 1), int(found[2])) if found else (0, 0)
 
     return sorted(problems, key=line)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.extends import base_of, merged
 from orchestrator.config.models import RECIPE_NAME, Place, Recipe, code_mapping
 from orchestrator.config.problems import dotted, in_order, validate
 from orchestrator.config.project import Project, list_recipes
@@ -33,6 +34,7 @@ class RecipeSource:
     name: str
     document: Document
     folder: Path | None = None  # that its relative path of code is taken from
+    whole: bool = True  # whether all that it builds on was found
 
 
 def load_recipe(
@@ -63,8 +65,35 @@ def read_recipe(project: Project, name: str) -> RecipeSource:
             f"there is no recipe {quote(name)}{did_you_mean(name, known)}",
             f"recipes: {listing(known)}; looked in {looked}",
         )
+    return _built(project, path, ())
+
+
+def _built(project: Project, path: Path, above: tuple[Path, ...]) -> RecipeSource:
+    """The recipe in a file, with what it builds on; `above` are the files that build on it."""
     folder = path.parent.parent if path.parent.name == "recipes" else path.parent
-    return _anchored(RecipeSource(path.stem, read_yaml(path, _TYPED), folder))
+    source = _anchored(RecipeSource(path.stem, read_yaml(path, _TYPED), folder))
+    document = copy.deepcopy(source.document)
+    if not isinstance(document.data, dict) or document.data.get("extends") is None:
+        return source
+    if not isinstance(document.data["extends"], str):
+        return replace(source, whole=False)  # what it should be is told with all else
+    where = document.where(("extends",))
+    name = document.data.pop("extends")
+    base = None
+    try:
+        found = base_of(project, path, name)
+        chain = (*above, path)
+        if found.resolve() in [one.resolve() for one in chain]:
+            round_ = " → ".join(shown(one) for one in (*chain, found))
+            raise UsageError(f"extends leads back to where it began: {round_}")
+        base = _built(project, found, chain)
+    except ConfigError as error:
+        document.problems += error.problems
+    except UsageError as error:
+        document.problems.append(f"{where}: {error.message}")
+    if base is None:
+        return replace(source, document=document, whole=False)
+    return replace(source, document=merged(base.document, document), whole=base.whole)
 
 
 def _anchored(source: RecipeSource) -> RecipeSource:
@@ -95,6 +124,10 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
         if not equals or not all(loc) or len(loc) > _DEEPEST:
             problems.append(f"--set takes KEY=VALUE with a dotted key, such as settings.steps=5, not {quote(key)}")
             continue
+        if loc[0] == "extends":
+            problems.append(f"{label}: what a recipe builds on stands in its file; set the keys themselves")
+            continue
+        loc = _numbered(source.document.data, loc)
         try:
             document = parse_yaml(value, _always(label), _TYPED, at=loc)
             problems += document.problems
@@ -113,12 +146,14 @@ def check_recipe(source: RecipeSource) -> Recipe:
     document, name = source.document, source.name
     problems = list(document.problems)
     given = {"name": name}
+    if not source.whole and isinstance(document.data, dict) and document.data.get("environment") is None:
+        given["environment"] = "unknown"  # what the base says cannot be known, nor complained of
     if not re.fullmatch(RECIPE_NAME, name):
         problems.append(
             f"{document.where(())}: a recipe is named by its file, at most 40 lower-case letters, "
             f"digits, _ and -, not {quote(name)}"
         )
-        given = {"name": "unnamed"}
+        given["name"] = "unnamed"
     elif isinstance(document.data, dict) and document.data.get("name", name) not in (name, None):
         problems.append(
             f"{document.where(('name',))}: name must be {quote(name)}, as the file is named, "
@@ -126,8 +161,9 @@ def check_recipe(source: RecipeSource) -> Recipe:
         )
     if isinstance(document.data, dict):
         problems += _secret_problems(document)
-        problems += _places_problems(document)
-        if code_mapping(document.data.get("code")) is not None and document.data.get("command") is None:
+        problems += _places_problems(document, source.whole)
+        own_code = code_mapping(document.data.get("code")) is not None
+        if own_code and document.data.get("command") is None and source.whole:
             problems.append(
                 f"{document.where_key(('code',))}: code is a tree of your own, so a command must say what runs; "
                 'add "command: [python, train.py]"'
@@ -179,6 +215,28 @@ def _always(label: str) -> Where:
     return lambda line, column: label
 
 
+def _numbered(data: Any, loc: Loc) -> Loc:
+    """The dotted key with numbers where the recipe has a list: `command.1`."""
+    found: list[str | int] = []
+    for part in loc:
+        if isinstance(data, list) and re.fullmatch(r"[0-9]{1,6}", str(part)):
+            found.append(int(part))
+            data = data[int(part)] if int(part) < len(data) else None
+        else:
+            found.append(part)
+            data = data.get(part) if isinstance(data, dict) else None
+    return tuple(found)
+
+
+def _index(inner: Any, loc: Loc, label: str) -> Any:
+    """By what the last part of `loc` is found in a mapping or a list."""
+    part = loc[-1]
+    if isinstance(inner, list) and (not isinstance(part, int) or part >= len(inner)):
+        ends = f"its entries are 0 to {len(inner) - 1}" if inner else "it is empty"
+        raise ConfigError([f"{label}: {dotted(loc[:-1])} is a list, and {ends}, not {quote(part)}"])
+    return part
+
+
 def _with(source: RecipeSource, loc: Loc, new: Document) -> RecipeSource:
     """The recipe with one value replaced, and its place in the sentences with it."""
     document = copy.deepcopy(source.document)
@@ -186,16 +244,16 @@ def _with(source: RecipeSource, loc: Loc, new: Document) -> RecipeSource:
         document.data = {}
     label = new.values[loc]
     inner: Any = document.data
+    if not isinstance(inner, dict):
+        raise ConfigError([f"{document.where(())}: the file must be a mapping (key: value), not {quote(inner)}"])
     for depth, part in enumerate(loc[:-1], start=1):
         if isinstance(inner, dict) and inner.get(str(part)) is None:
             inner[str(part)] = {}
             document.keys[loc[:depth]] = document.values[loc[:depth]] = label
-        inner = inner[str(part)] if isinstance(inner, dict) else None
-        if not isinstance(inner, dict):
+        inner = inner[_index(inner, loc[:depth], label)]
+        if not isinstance(inner, (dict, list)):
             raise ConfigError([f"{label}: {dotted(loc[:depth])} is not a mapping, so no key can be set in it"])
-    if not isinstance(inner, dict):
-        raise ConfigError([f"{document.where(())}: the file must be a mapping (key: value), not {quote(inner)}"])
-    inner[str(loc[-1])] = new.data
+    inner[_index(inner, loc, label)] = new.data
     for marks in (document.keys, document.values):
         for old in [mark for mark in marks if mark[: len(loc)] == loc]:
             del marks[old]
@@ -227,10 +285,10 @@ def _secret_problems(document: Document) -> list[str]:
     return problems
 
 
-def _places_problems(document: Document) -> list[str]:
+def _places_problems(document: Document, whole: bool) -> list[str]:
     """What only the list of places as a whole can show."""
     places, elastic = document.data.get("places"), document.data.get("elastic")
-    if places is None and elastic is not None:
+    if places is None and elastic is not None and whole:
         return [f"{document.where_key(('elastic',))}: elastic needs places, of which some may be missing"]
     if places is None:
         return []
