@@ -12,7 +12,11 @@ PLACE = "pve/200"
 # Moves programs aside in a container, and back.
 AWAY = 'for f in $1; do [ -e "$f" ] && mv "$f" "$f.away"; done; true'
 BACK = 'for f in $1; do [ -e "$f.away" ] && mv "$f.away" "$f"; done; true'
-COMPILERS = " ".join(f"/usr/bin/{name}" for name in ("cc", "gcc", "clang", "c++", "g++", "clang++"))
+COMPILERS = " ".join(
+    f"{folder}/{name}"
+    for folder in ("/usr/bin", "/usr/local/bin")
+    for name in ("cc", "gcc", "clang", "c++", "g++", "clang++")
+)
 CONFIG = "/etc/pve/lxc/200.conf"
 JOB = "vzdump: nightly\n\tschedule 21:00\n\tall 1\n\tmode stop\n\tenabled 1\n"
 WRONG_DATE = '#!/bin/sh\nexec /usr/bin/date.away -d "10 minutes" "$@"\n'
@@ -35,7 +39,7 @@ def inside(box, script: str, *words: str) -> str:
 def header(box) -> str:
     """The header of the container's Python; its folder is made."""
     ask = "import os, sysconfig; p = sysconfig.get_paths()['include']; os.makedirs(p, exist_ok=True); print(p)"
-    return box.run("python3", "-IS", "-c", ask, vmid="200").stdout.strip() + "/Python.h"
+    return box.run("/usr/bin/python3", "-IS", "-c", ask, vmid="200").stdout.strip() + "/Python.h"
 
 
 @pytest.fixture

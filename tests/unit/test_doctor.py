@@ -206,6 +206,17 @@ def test_the_node_is_made_on_the_host_first_where_the_host_lacks_it_too():
     )
 
 
+def test_a_plain_lxc_container_gets_commands_of_lxc():
+    def lxc(facts: Facts) -> dict[str, Finding]:
+        return rows(dataclasses.replace(facts, kind="lxc", ident="train", place="pve/train", pve=False))
+
+    assert "lock" not in lxc(HEALTHY) and "backups" not in lxc(HEALTHY)
+    assert lxc(but(state="STOPPED", hello=None, here=None))["container"].remedy == ("ssh pve lxc-start -n train",)
+    assert lxc(hello(memory_limit=GIB))["memory"].remedy == ("ssh pve lxc-cgroup -n train memory.max 32G",)
+    assert lxc(hello(memory_limit=None))["memory"].text == "no limit is seen"
+    assert "lxc.mount.entry = /dev/nvidia-uvm " in lxc(here(uvm=None))["uvm"].remedy[-1]
+
+
 def test_a_place_without_a_container_has_no_rows_about_one():
     facts = dataclasses.replace(HEALTHY, kind="none", ident="", place="pve", state=None, pve=False)
     assert not {"container", "lock", "backups"} & set(rows(facts)) and judge(facts).good
