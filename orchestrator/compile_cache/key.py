@@ -134,12 +134,18 @@ def parts_of(
         triton=str(manifest.get("triton") or "none"),
         triton_files=None,
         cuda=str(cuda) if cuda else "cpu",
-        gpu=None,
+        gpu=() if uses_no_gpu(cuda, settings, command) else None,
         config=config,
         shapes=shapes_of(settings, command),
         environment_path=None,
         instruction_set=None,
     )
+
+
+def uses_no_gpu(cuda: Any, settings: Mapping[str, Any], command: Sequence[str] | None) -> bool:
+    """Whether a run compiles for the processor also where there are GPUs: torch is a CPU build, or the bundled trainer
+    is told so."""
+    return not cuda or (command is None and settings.get("device") == "cpu")
 
 
 def changes_key(variable: str) -> bool:

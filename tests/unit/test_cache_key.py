@@ -124,6 +124,18 @@ def test_what_changes_no_graph_is_no_part():
     assert parts_of(manifest, settings=settings_of, **{**run, "command": ["x"]}).digest != parts.digest
 
 
+def test_without_a_use_for_gpus_those_of_the_place_are_no_part():
+    """A CPU build of torch, or a trainer that is told so, compiles C++ also where there are GPUs. Of a program of the
+    user's own only the place can tell."""
+
+    def gpu(cuda, device, command=None):
+        manifest = {"torch": {"version": "2.13.0", "cuda": cuda}, "triton": None}
+        return parts_of(manifest, variables={}, settings={"device": device}, command=command, cpus=2).gpu
+
+    assert gpu(None, "auto") == gpu(None, "auto", ["x"]) == gpu("12.8", "cpu") == ()
+    assert gpu("12.8", "auto") is gpu("12.8", "cpu", ["x"]) is None
+
+
 def test_several_drafters_are_told_apart_by_what_shapes_them():
     def told(**first):
         return shapes_of({"drafters": [{"name": "a", **first}, {"name": "b"}]}, None)["settings"]
