@@ -81,8 +81,7 @@ def command(topology: Topology, arguments: list[str], environment: dict[str, str
 
 def environment_of_ranks(topology: Topology, environment: dict[str, str]) -> dict[str, str]:
     """What the ranks inherit: shares of the machine's cores, and time to save when they are asked to end."""
-    cores, ranks = len(os.sched_getaffinity(0)), own_ranks(topology.world, environment)
-    share = max(1, cores // ranks)
+    share, ranks = cores_of_a_rank(topology, environment), own_ranks(topology.world, environment)
     return {
         "OMP_NUM_THREADS": str(share),
         "TORCHINDUCTOR_COMPILE_THREADS": str(compile_processes(share, ranks)),
@@ -90,6 +89,19 @@ def environment_of_ranks(topology: Topology, environment: dict[str, str]) -> dic
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store that goes away is told with a stack of C++ frames otherwise
         **environment,
     }
+
+
+def cores_of_a_rank(topology: Topology, environment: dict[str, str]) -> int:
+    """Each rank's share of the cores that this process may use. Raises TrainerError."""
+    return max(1, len(os.sched_getaffinity(0)) // own_ranks(topology.world, environment))
+
+
+def threads_of_a_rank(wanted: int, topology: Topology, environment: dict[str, str]) -> int:
+    """Of torch on the CPU, where the configuration says `wanted` (0: nothing); 0 leaves torch's own choice, which
+    heeds OMP_NUM_THREADS. Raises TrainerError."""
+    if wanted or topology.world == 1 or "OMP_NUM_THREADS" in environment:
+        return wanted
+    return cores_of_a_rank(topology, environment)
 
 
 def compile_processes(cores: int, ranks: int = 1) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import compile_report, warmup
+from trainer import compile_report, launch, warmup
 from trainer.compile_report import Report
 from trainer.config import Config
 from trainer.feed import made_up, parcel_of
@@ -110,6 +110,9 @@ def tidy(run_dir: Path) -> None:
 def warm_all(config: Config, device: torch.device, run_dir: Path, *, metrics_path: Path | None = None) -> int:
     """`trainer warmup`: all that any rank of this kind of GPU will compile, one after the other; -> the exit code."""
     plan = config.plan
+    # C++ is built for a number of threads, which is part of torch's key: as many as the run's ranks will have
+    if threads := launch.threads_of_a_rank(config.threads, plan, dict(os.environ)):
+        torch.set_num_threads(threads)
     world = World(topology=plan, role=plan.role(0), device=device, timeout=config.topology.timeout)
     report = Report(path=metrics_path, say=lambda text: print(f"  {text}"))
     print(f"compiling for {kind_of(device)} into {' and '.join(map(str, compile_report.folders()))}")

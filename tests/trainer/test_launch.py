@@ -74,6 +74,9 @@ def test_ranks_share_the_cores_and_what_the_user_says_stands(monkeypatch):
     assert inherited["PATH"] == "/bin" and inherited["OMP_NUM_THREADS"] == "4"
     assert inherited["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
     assert launch.environment_of_ranks(SPLIT, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    # a warm-up, which is one process, has the threads of one of them
+    assert launch.threads_of_a_rank(0, SPLIT, {}) == 4 and launch.threads_of_a_rank(3, SPLIT, {}) == 3
+    assert launch.threads_of_a_rank(0, SPLIT, {"OMP_NUM_THREADS": "7"}) == 0
 
 
 @pytest.mark.parametrize(
