@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,25 +62,30 @@ def listed(folder: Path) -> Listed:
     return Listed(frozenset(tracked), untracked, tuple(sorted(set(submodules))), repositories)
 
 
-def facts(folder: Path) -> dict[str, Any]:
+def facts(folder: Path, taken: Collection[str], prefix: str = "") -> dict[str, Any]:
     """For the record: commit, branch (None when detached), dirty, patch of what git tracks, untracked files by name.
 
-    What is in untracked files is in the snapshot, not in the patch.
+    Of untracked files only those count that were `taken` (as `prefix` and path); what is in them is in the snapshot,
+    not in the patch.
     """
     commit = _word(folder, "rev-parse", "-q", "--verify", "HEAD")
     changes = ("--no-color", "--no-ext-diff", "--no-textconv", "--binary", "--src-prefix=a/", "--dst-prefix=b/")
     patch = call(folder, "diff", *changes, "HEAD", "--", ".") if commit else ""
     known = listed(folder)
+    untracked = sorted(name for name in known.untracked if prefix + name in taken)
     found: dict[str, Any] = {
         "commit": commit,
         "branch": _word(folder, "symbolic-ref", "-q", "--short", "HEAD"),
-        "dirty": bool(patch or known.untracked or (not commit and known.tracked)),
+        "dirty": bool(patch or untracked or (not commit and known.tracked)),
         "patch": patch[:_PATCH],
-        "untracked": sorted(known.untracked)[:_NAMED],
+        "untracked": untracked[:_NAMED],
     }
     if len(patch) > _PATCH:
         found["patch_cut"] = True
-    inner = [{"path": name, **facts(folder / name)} for name in (*known.submodules, *known.repositories)]
+    repositories = [name for name in known.repositories if any(one.startswith(f"{prefix}{name}/") for one in taken)]
+    inner = [
+        {"path": name, **facts(folder / name, taken, f"{prefix}{name}/")} for name in (*known.submodules, *repositories)
+    ]
     if inner:
         found["submodules"] = inner
         found["dirty"] = found["dirty"] or any(one["dirty"] for one in inner)

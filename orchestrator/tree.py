@@ -64,7 +64,7 @@ def snapshot_tree(folder: Path, largest: str) -> Snapshot:
         raise UsageError(f'{root}, which the recipe names under "code", holds no file that would be taken')
     _hold_names(root, names)
     _hold_size(root, names, largest)
-    origin: dict[str, Any] = {"path": str(root), **(git.facts(root) if with_git else {})}
+    origin: dict[str, Any] = {"path": str(root), **(git.facts(root, found.taken) if with_git else {})}
     return pack(_entries(root, names), origin, tuple(sorted(found.secret)))
 
 
@@ -142,7 +142,7 @@ def _hold_size(root: Path, names: Sequence[str], largest: str) -> None:
     raise UsageError(
         f"the code in {root} is {_shown(total)} in {len(sizes):,} files, more than the {largest} that code.largest "
         f"allows; the largest are {told}; have git ignore what is no code, or allow more",
-        hint=f"--set code.largest={total // 10**6 + 1}MB",
+        hint=f"--set code.largest={total // 10**6 + 1}MB" if total < 2 * 10**9 else f"du -ah {root} | sort -h | tail",
     )
 
 

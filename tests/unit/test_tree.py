@@ -68,7 +68,11 @@ def test_what_git_tracks_and_what_it_does_not_ignore(tmp_path):
     assert taken.left == (".aws/credentials", ".env", "lib/prod.env")
     origin = taken.origin
     assert (origin["commit"], origin["branch"], origin["dirty"]) == (git(root, "rev-parse", "HEAD"), "trunk", True)
-    assert "+changed" in origin["patch"] and "deleted file" in origin["patch"] and "new.py" in origin["untracked"]
+    assert (
+        "+changed" in origin["patch"]
+        and "deleted file" in origin["patch"]
+        and origin["untracked"] == [".gitignore", "new.py"]
+    )
 
     git(root, "add", "-f", ".env")  # whoever tracks it means it
     assert ".env" in names(snapshot_tree(root, LARGEST))
@@ -87,6 +91,8 @@ def test_a_recorded_patch_gives_the_tracked_files_back(tmp_path):
 
 def test_a_clean_tree_a_subfolder_and_no_commit_yet(tmp_path):
     root = repository(tmp_path / "p", "a.py", "sub/b.py")
+    assert not snapshot_tree(root, LARGEST).origin["dirty"]
+    write(root, ".env")  # changes nothing of what is taken
     assert not snapshot_tree(root, LARGEST).origin["dirty"]
     git(root, "checkout", "-q", "--detach")
     below = snapshot_tree(root / "sub", LARGEST)
