@@ -27,7 +27,7 @@ from orchestrator.config import (
     recipe_digest,
 )
 from orchestrator.environment.build import BuiltEnvironment, ensure, existing
-from orchestrator.errors import OrchError, Refused, UsageError
+from orchestrator.errors import OrchError, Refused, Unreachable, UsageError
 from orchestrator.place.session import Session, open_session
 from orchestrator.provenance import provenance
 from orchestrator.records import CACHE_FOLDERS, paths, snapshot_arguments, start_record
@@ -38,6 +38,7 @@ from orchestrator.user import user_name
 if TYPE_CHECKING:
     from orchestrator.compile_cache.key import Prediction
     from orchestrator.compile_cache.staging import CachePlan, Sending
+    from orchestrator.compile_cache.store import Store
 
 _CHUNK = 1 << 20
 
@@ -260,12 +261,13 @@ def of(snapshot: Snapshot) -> str:
     return f" of {snapshot.origin['path']}{at}{' with changes' if snapshot.origin.get('dirty') else ''}"
 
 
-def cache(launch: Launch) -> str:
+def cache(launch: Launch, store: Store | None = None) -> str:
     """The compile cache that belongs to the launch is at the place, and what the trainer will find there is known."""
     from orchestrator.compile_cache import staging
+    from orchestrator.compile_cache.store import Store
     from orchestrator.compile_cache.words import expected
 
-    planned, send = planned_cache(launch)
+    planned, send = planned_cache(launch, store)
     if planned is None:
         return no_cache(launch.recipe)
     for note in planned.notes:
@@ -278,7 +280,19 @@ def cache(launch: Launch) -> str:
             launch.report.progress("cache", f"streaming as {send.encoding}", done, total, "B")
 
         current = launch.cache is not None and launch.cache.snapshot is not None
-        sent = staging.stage(launch.connected, send, progress, current=current)
+        try:
+            sent = staging.stage(launch.connected, send, progress, current=current)
+        except Unreachable:
+            raise
+        except OrchError:
+            why = staging.damaged(send.stored)
+            if why is None:
+                raise
+            # what else there is decides: a damaged cache costs a compile, and no launch
+            launch.report.note("cache", f"the stored cache {send.stored.name} is damaged and not used: {why}")
+            store = store or Store()
+            store.left_out.add(send.stored.name)
+            return cache(launch, store)
         how = f"{sent.bytes:,} bytes sent as {sent.encoding} ({sent.why})"
     return expected(launch.cache, how)
 
@@ -289,7 +303,7 @@ def no_cache(recipe: Recipe) -> str:
     return f"none: env.{own} of the recipe names another" if own else "none: there is no torch in the environment"
 
 
-def planned_cache(launch: Launch) -> tuple[CachePlan | None, Sending | None]:
+def planned_cache(launch: Launch, store: Store | None = None) -> tuple[CachePlan | None, Sending | None]:
     """What the launch will find and what has to travel for it. None where the environment has no torch, or the recipe
     has a cache folder of its own."""
     if any(name in launch.recipe.env for name in CACHE_FOLDERS):
@@ -305,6 +319,7 @@ def planned_cache(launch: Launch) -> tuple[CachePlan | None, Sending | None]:
         recipe,
         command=None if launch.warm else recipe.command,
         pinned=(pin.cache, pin.generation) if pin is not None and pin.cache else None,
+        store=store,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,17 @@ import typer
 from orchestrator.cli.context import project_and_hosts
 from orchestrator.cli.env_commands import meant_place, meant_places
 from orchestrator.cli.output import console, print_json
-from orchestrator.errors import NotFound, OrchError, Unreachable, UsageError
+from orchestrator.errors import OrchError, Unreachable, UsageError
 from orchestrator.explain import explanation
 from orchestrator.place.session import Session, open_session
 
 if TYPE_CHECKING:
-    from orchestrator.compile_cache.store import Stored
+    from pathlib import Path
+
+    from orchestrator.compile_cache.store import Checked, Stored
     from orchestrator.config import Place
 
 _CHECK_LIMIT = 900.0  # seconds
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def warm_command(
@@ -55,7 +57,7 @@ def list_command(place: str | None, *, here: bool, explain: bool, json: bool) ->
     from orchestrator.compile_cache.store import Store
     from orchestrator.view.cache import print_list, print_stored
 
-    places = [] if here else meant_places(place, place is None)
+    places = _here_or(place, here, all_=True)
     if explain:
         _explain(places, ["the compile caches, and what runs told of them"], here or place is None)
         return
@@ -83,17 +85,17 @@ def verify_command(place: str | None, *, here: bool, explain: bool, json: bool) 
     from orchestrator.compile_cache.store import Store, verify
     from orchestrator.view.cache import print_verified
 
-    places = [] if here else [meant_place(place)]
+    places = _here_or(place, here)
     if explain:
         _explain(places, ["every file of every snapshot, digested and held against its manifest"], here)
         return
     if here:
-        checked = [verify(one) for one in Store().all()]
-        found: list[dict[str, Any]] = [
-            {"key": one.stored.key, "digest": one.stored.digest, "files": one.stored.about.get("files"),
-             "bytes": one.stored.bytes, "damaged": [], "missing": [], "foreign": [],
-             "why": "; ".join(one.findings) or None}
-            for one in checked
+        store = Store()
+        found: list[dict[str, Any]] = [_verified(verify(one)) for one in store.all()]
+        found += [
+            {"key": key, "digest": digest, "files": None, "bytes": 0, "damaged": [], "missing": [], "foreign": [],
+             "why": _unlisted(folder)}
+            for key, digest, folder in store.unreadable()
         ]  # fmt: skip
         name = "here"
     else:
@@ -104,9 +106,33 @@ def verify_command(place: str | None, *, here: bool, explain: bool, json: bool) 
     if json:
         print_json({"place": name, "snapshots": found, "sound": len(found) - len(bad)})
     else:
-        print_verified(console(), name, found)
+        out = console()
+        print_verified(out, name, found)
+        if bad and here:
+            again = {(one.key, one.digest): one.again for one in store.all()}
+            for one in bad:
+                out.print(f"  {again.get((one['key'], one['digest']), 'orch cache gc --here')}", soft_wrap=True)
     if bad:
         raise typer.Exit(1)
+
+
+def _verified(one: Checked) -> dict[str, Any]:
+    stored = one.stored
+    return {
+        "key": stored.key,
+        "digest": stored.digest,
+        "files": stored.about.get("files"),
+        "bytes": stored.bytes,
+        "damaged": [[path, "is damaged or missing"] for path in one.paths],
+        "missing": [],
+        "foreign": list(one.foreign),
+        "why": "; ".join(one.why) or None,
+    }
+
+
+def _unlisted(folder: Path) -> str:
+    aside = folder.name.startswith("aside-")
+    return "it was found damaged, and set aside" if aside else "its records cannot be read"
 
 
 def gc_command(
@@ -124,13 +150,13 @@ def gc_command(
     from orchestrator.view.cache import print_gc
 
     most = None if larger is None else _bytes(larger)
-    places = [] if here else [meant_place(place)]
+    places = _here_or(place, here)
     if explain:
         _explain(places, ["which compile caches may go?", "after a yes: remove those"], here)
         return
     words = ["--here"] if here else [places[0].name]
     words += [] if older is None else [f"--older-than {older:g}"]
-    words += [] if larger is None else [f"--larger-than {larger}"]
+    words += [] if larger is None else [f"--larger-than {shlex.quote(larger)}"]
     hint = f"orch cache gc {' '.join(words)} --yes"
     out = console()
     if here:
@@ -158,23 +184,32 @@ def gc_command(
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise UsageError(f"--larger-than takes a size such as 500MB or 20GB, not {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?", text.strip(), re.IGNORECASE)
+    if found is None or (found[3] and not found[2]):
+        raise UsageError(f"--larger-than takes a size such as 500MB, 1.5GB or 20GiB, not {text!r}")
+    power = " KMGT".index(found[2].upper() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def _gc_here(older: float | None, most: int | None, *, dry_run: bool) -> dict[str, Any]:
     """Of this machine's store: no generation names what lies here, and each can be pulled again while its place has
     it. So nothing goes but by age or size."""
     from orchestrator.compile_cache.store import Store
+    from orchestrator.view.text import duration
 
     store, now = Store(), time.time()
-    kept, removed, left = [], [], sum(one.packed for one in store.all())
+    kept: list[dict[str, Any]] = []
+    removed: list[dict[str, Any]] = []
+    left = sum(one.packed for one in store.all())
+    for key, digest, folder in store.unreadable():
+        size = sum(path.lstat().st_size for path in folder.rglob("*")) if folder.is_dir() else 0
+        removed.append({"key": key, "digest": digest, "bytes": size, "why": _unlisted(folder)})
+        if not dry_run:
+            store.remove(folder)
     for one in reversed(store.all()):  # the oldest first
         why = ""
         if older is not None and now - one.at > older * 86400:
-            why = f"came here {(now - one.at) / 86400:.0f} days ago"
+            why = f"came here {duration(now - one.at)} ago"
         elif most is not None and left > most:
             why = f"all together take more than {most:,} bytes"
         told: dict[str, Any] = {"key": one.key, "digest": one.digest, "bytes": one.packed}
@@ -184,7 +219,7 @@ def _gc_here(older: float | None, most: int | None, *, dry_run: bool) -> dict[st
         left -= one.packed
         removed.append({**told, "why": why})
         if not dry_run:
-            store.remove(one)
+            store.remove(one.folder)
     freed = sum(int(item["bytes"]) for item in removed)
     return {"removed": removed, "kept": kept, "freed": freed, "bytes": left, "dry_run": dry_run}
 
@@ -229,17 +264,19 @@ def pull_command(reference: str, place: str | None, *, explain: bool, json: bool
 
 def _meant(session: Session, reference: str) -> tuple[str, str | None]:
     """The key, and the digest where one is named, of a cache at a place. Raises NotFound."""
-    beginning, _, digest = reference.partition("/")
+    from orchestrator.compile_cache.staging import meant
+    from orchestrator.view.cache import recipes
+
     caches: Sequence[Mapping[str, Any]] = session.call("cache_list", {"key": None}, timeout=60.0).data["caches"]
-    known = [one for one in caches if digest or one.get("current")]
-    found = [one for one in known if str(one["key"]).startswith(beginning)]
-    found = found or [one for one in known if (one.get("label") or {}).get("recipe") == reference]
-    if not found:
-        raise NotFound(
-            f"there is no compile cache {reference} at {session.place.name}",
-            hint=f"orch cache list {session.place.name}",
-        )
-    return str(found[0]["key"]), digest or None
+    # without a digest it is the one that launches take
+    known = [
+        (str(one["key"]), str(snapshot["digest"]), recipes(one))
+        for one in caches
+        for snapshot in one["snapshots"]
+        if "/" in reference or snapshot["digest"] == one.get("current")
+    ]
+    name = session.place.name
+    return meant(reference, known, f"at {name}", f"orch cache list {name}")
 
 
 def push_command(reference: str, place: str | None, *, explain: bool, json: bool) -> None:
@@ -279,6 +316,15 @@ def push_command(reference: str, place: str | None, *, explain: bool, json: bool
 
 
 # --- places ----------------------------------------------------------------------------------------
+
+
+def _here_or(place: str | None, here: bool, all_: bool = False) -> list[Place]:
+    """The places that are asked: none where this machine's store is meant; `all_` where none is named."""
+    if here and place is not None:
+        raise UsageError("--here means the store of this machine: it goes without PLACE")
+    if here:
+        return []
+    return meant_places(place, place is None) if all_ else [meant_place(place)]
 
 
 def _asked(

@@ -328,7 +328,8 @@ def predict(
         return Prediction(key, parts, "warm", snapshot, None, (), seconds, at)
     near = nearest(parts, relatives)
     if near is None:
-        return Prediction(key, parts, "cold", None, None, ("nothing was compiled for it yet",), seconds, at)
+        why = "nothing was compiled for it yet" if seconds is None else "no cache of it is there any more"
+        return Prediction(key, parts, "cold", None, None, (why,), seconds, at)
     because = tuple(differences(near.parts, parts))
     if not seeds(near.parts, parts):
         return Prediction(key, parts, "cold", None, None, because, seconds, at)

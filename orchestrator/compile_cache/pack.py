@@ -243,14 +243,24 @@ def unpacked(pack: Pack, frame: Frame, file: IO[bytes]) -> Iterator[tuple[str, i
 
 def _pieces(pack: Pack, frame: Frame, file: IO[bytes]) -> Iterator[bytes]:
     """A frame as it lies in the file. Raises OrchError where the file is shorter."""
-    file.seek(frame.offset)
     left = frame.length
     while left:
-        piece = file.read(min(CHUNK, left))
+        try:
+            file.seek(frame.offset + frame.length - left)
+            piece = file.read(min(CHUNK, left))
+        except OSError as error:
+            raise OrchError(f"{pack.path} cannot be read: {error.strerror or error}") from None
         if not piece:
             raise OrchError(f"{pack.path} is damaged: it ends too early")
         left -= len(piece)
         yield piece
+
+
+def _open(pack: Pack) -> IO[bytes]:
+    try:
+        return pack.path.open("rb")
+    except OSError as error:
+        raise OrchError(f"{pack.path} cannot be read: {error.strerror or error}") from None
 
 
 # --- sending ---------------------------------------------------------------------------------------
@@ -286,7 +296,7 @@ def stream(pack: Pack, lacking: frozenset[str] | None, encoding: str) -> Iterato
     Whole frames are taken as they are. Raises OrchError where the pack is damaged.
     """
     encoder, paying = _encoder(encoding), Paying()
-    with pack.path.open("rb") as file:
+    with _open(pack) as file:
         for frame in pack.frames:
             wanted = [one for one in pack.holds(frame) if lacking is None or one.sha256 in lacking]
             if wanted and encoding == "zstd" and len(wanted) == frame.count:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.compile_cache import pack as packs
 from orchestrator.compile_cache.key import KEY, KeyParts, Prediction, Relative, parts_of, predict, seeds
 from orchestrator.compile_cache.key import differences as key_differences
-from orchestrator.compile_cache.store import Store, Stored, verify
+from orchestrator.compile_cache.store import Store, Stored, set_aside, verify
 from orchestrator.config import Recipe
 from orchestrator.environment.sending import on_this_machine
-from orchestrator.errors import NotFound, OrchError
+from orchestrator.errors import NotFound, OrchError, Unreachable, UsageError
 from orchestrator.place.session import Session
 
 STAGE_LIMIT = 300.0  # seconds of silence: contents that lie there already are digested meanwhile
@@ -98,15 +98,24 @@ def plan(found: Found, store: Store, recipe: str, want: str | None = None, gener
             return pinned
     if found.present is not None:
         return CachePlan(predict(parts, found.present, (), last_cold=found.last_cold), None, notes)
-    stored = store.find(parts.digest)
+    stored, broken = _whole(store.find(parts.digest))
+    notes += broken
     if stored is not None:
         return CachePlan(predict(parts, stored.digest, (), last_cold=found.last_cold), stored, notes)
-    known = {one.name: one for one in store.current()}
+    known = {one.name: one for one in store.current() if one.trouble() is None}
     theirs = [Relative(one.parts, one.digest, one.label.get("recipe") == recipe, here=False) for one in known.values()]
     prediction = predict(parts, None, (*found.relatives, *theirs), last_cold=found.last_cold)
     here = {one.name for one in found.relatives}
     send = known.get(prediction.seed or "") if prediction.seed not in here else None
     return CachePlan(prediction, send, notes)
+
+
+def _whole(stored: Stored | None) -> tuple[Stored | None, tuple[str, ...]]:
+    """A stored snapshot that can travel, or a note why it cannot: a damaged cache costs a compile, and no launch."""
+    trouble = None if stored is None else stored.trouble()
+    if stored is None or trouble is None:
+        return stored, ()
+    return None, (f"{trouble}: it is not used ({stored.again})",)
 
 
 def prepare(
@@ -142,9 +151,9 @@ def _pinned(found: Found, store: Store, want: str, name: str) -> tuple[CachePlan
     key, _, digest = want.partition("/")
     parts, send = found.wanted, None
     if parts is None:
-        send = store.find(key, digest)
+        send, broken = _whole(store.find(key, digest))
         if send is None:
-            return None, (f"{name} is gone, here and there: going on with what is there",)
+            return None, (*broken, f"{name} is gone, here and there: going on with what is there")
         parts = send.parts
     if parts.digest != key:
         return None, (f"{name} is not used: it is not of the key that its folder says",)
@@ -237,10 +246,33 @@ def stage(session: Session, what: Sending, progress: Progress = _silent, *, curr
     return Sent(sent, count, str(reply.data.get("how")), what.encoding, what.why)
 
 
+def damaged(stored: Stored) -> str | None:
+    """After a stored snapshot did not come through: what is wrong with it here, by a look at every byte; it is then
+    set aside in the store. None where it is whole, and the reason has to be looked for elsewhere."""
+    checked = verify(stored)
+    if checked.sound:
+        return None
+    with contextlib.suppress(OSError):  # a store that cannot be written to is told of all the same
+        set_aside(stored)
+    faults = [*checked.why, *(f"{path} is damaged or missing" for path in checked.paths)]
+    return faults[0] if faults else "it holds contents that its manifest does not name"
+
+
 def push(session: Session, stored: Stored, progress: Progress = _silent) -> Sent:
     """Brings a stored snapshot to a place, where launches of its key then take it. Raises OrchError."""
     found = ask(session, stored.parts, None, str(stored.label.get("recipe") or ""), stored.name)
-    return stage(session, sending(session, stored, found.programs, found.snapshots), progress)
+    try:
+        return stage(session, sending(session, stored, found.programs, found.snapshots), progress)
+    except Unreachable:
+        raise
+    except OrchError:
+        why = damaged(stored)
+        if why is None:
+            raise
+        raise OrchError(
+            f"the stored cache {stored.name} is damaged ({why}): nothing of it is at {session.place.name}",
+            hint=stored.again,
+        ) from None
 
 
 def pull(
@@ -265,7 +297,7 @@ def pull(
     if parts.digest != key or not KEY.match(str(manifest["digest"])):
         raise OrchError(f"the cache {key} at {place} is not of the key that its folder says")
     there = store.find(key, str(manifest["digest"]))
-    if there is not None and not verify(there).findings:
+    if there is not None and verify(there).sound:
         return there, 0
     wanted = {str(sha256): int(size) for _, size, sha256, _ in manifest["files"]}
     total = sum(wanted.values())
@@ -308,17 +340,43 @@ def _pulled_as(session: Session) -> str:
     return "zstd" if session.hello.container.get("tools", {}).get("zstd") else "gzip"
 
 
-def named(store: Store, reference: str) -> Stored:
-    """The stored snapshot that is meant by a key, "<key>/<digest>", a beginning of a key, or a recipe (its newest).
+def meant(
+    reference: str, known: Sequence[tuple[str, str, Collection[str]]], where: str, listed: str
+) -> tuple[str, str | None]:
+    """The key, and the digest where one was named, that is meant by a key, "<key>/<digest>", a beginning of either, or
+    a recipe, which means its newest. `known`: (key, digest, recipes that used it), the newest first. `listed`: the
+    command that shows them.
 
-    Raises NotFound.
+    Raises NotFound where nothing is meant, UsageError where more than one key is.
     """
     key, slash, digest = reference.partition("/")
-    if slash:
-        known: Sequence[Stored] = [one for one in store.all() if (one.key, one.digest) == (key, digest)]
-    else:
-        known = [one for one in store.current() if one.key.startswith(reference)]
-        known = known or [one for one in store.current() if one.label.get("recipe") == reference]
-    if not known:
-        raise NotFound(f"no cache {reference} is stored here", hint="orch cache list --here")
-    return known[0]
+    by_recipe = [one for one in known if reference and reference in one[2]]
+    found = [one for one in known if key and one[0].startswith(key) and one[1].startswith(digest)]
+    keys = list(dict.fromkeys(one[0] for one in found))
+    if len(keys) == 1 and (not by_recipe or key == keys[0] or slash):
+        digests = list(dict.fromkeys(one[1] for one in found))
+        if not digest:
+            return keys[0], None
+        if len(digests) == 1:
+            return keys[0], digests[0]
+        raise _several(reference, [f"{keys[0]}/{one}" for one in digests], where, listed)
+    if by_recipe:
+        return by_recipe[0][0], None
+    if keys:
+        raise _several(reference, keys, where, listed)
+    raise NotFound(f"there is no compile cache {reference or repr('')} {where}", hint=listed)
+
+
+def _several(reference: str, found: Sequence[str], where: str, listed: str) -> UsageError:
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return UsageError(f"{reference} is the beginning of several {where}: {', '.join(found[:4])}{more}", hint=listed)
+
+
+def named(store: Store, reference: str) -> Stored:
+    """The stored snapshot that is meant by a reference (see `meant`). Raises NotFound, UsageError."""
+    known = [(one.key, one.digest, {str(one.label.get("recipe"))}) for one in store.all()]
+    key, digest = meant(reference, known, "here", "orch cache list --here")
+    found = store.find(key, digest)
+    if found is None:
+        raise NotFound(f"there is no compile cache {reference} here", hint="orch cache list --here")
+    return found

@@ -1,7 +1,8 @@
 """The workstation's own caches: snapshots that were pulled from places, packed as they will travel to others.
 
 `<key>/key.json` tells the parts, `<key>/current` which snapshot is pushed, `<key>/<digest>/` holds one: `about.json`,
-`manifest.json`, `index.json` and the `pack`. A snapshot's folder gets its name by one rename.
+`manifest.json`, `index.json` and the `pack`. A snapshot's folder gets its name by one rename. `<key>/aside-<digest>/`
+is one that was found damaged on its way to a place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -25,6 +27,8 @@ from orchestrator.compile_cache.pack import Pack, Writer, unpacked
 from orchestrator.errors import OrchError
 
 _STALE = 86400.0  # seconds after which a half-made snapshot is nobody's any more
+_ASIDE = "aside-"
+_HELD = re.compile(r"adding-|(?:aside-)?[0-9a-f]{16}\Z")  # what a key's folder is there for
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,51 @@ class Stored:
         return self._read("manifest.json")
 
     def pack(self) -> Pack:
-        """Raises OrchError."""
+        """Raises OrchError, also where its file is not as long as it has to be."""
+        pack = self.index()
+        try:
+            size = pack.path.stat().st_size
+        except OSError as error:
+            raise self._damaged(f"pack: {error.strerror}") from None
+        if size != pack.bytes:
+            raise self._damaged(f"the pack has {size:,} of {pack.bytes:,} bytes")
+        return pack
+
+    def index(self) -> Pack:
+        """The pack as its index tells of it, whatever its file is. Raises OrchError."""
         found = self._read("index.json")
         try:
             return Pack.read(self.folder / "pack", found)
         except (ValueError, KeyError, TypeError):
             raise self._damaged("index.json is no index") from None
 
+    def trouble(self) -> str | None:
+        """Why it cannot travel, as far as a look at its records and the pack's length shows; None where it can."""
+        try:
+            self.manifest()
+            self.pack()
+        except OrchError as error:
+            return error.message
+        return None
+
     def _read(self, name: str) -> dict[str, Any]:
         try:
             found = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise self._damaged(f"{name}: {error.strerror}") from None
+        except ValueError as error:
             raise self._damaged(f"{name}: {error}") from None
         if not isinstance(found, dict):
             raise self._damaged(f"{name} is no object")
         return found
 
     def _damaged(self, why: str) -> OrchError:
-        return OrchError(f"the stored cache {self.name} is damaged ({why})", hint="orch cache verify --here")
+        return OrchError(f"the stored cache {self.name} is damaged ({why})", hint=self.again)
+
+    @property
+    def again(self) -> str:
+        """What takes it anew from the place that it came from."""
+        return f"orch cache pull {self.name} {self.about.get('from') or 'PLACE'}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -104,6 +135,7 @@ class Store:
             given = os.environ.get("ORCH_DATA_DIR")
             root = (Path(given) if given else user_data_path("orch")) / "caches"
         self.root = root.absolute()
+        self.left_out: set[str] = set()  # names of snapshots that were found damaged and may still lie there
 
     def all(self) -> list[Stored]:
         """Every snapshot, the newest first."""
@@ -119,6 +151,19 @@ class Store:
             current = (self.root / key / "current").read_text().strip()
             known.sort(key=lambda one: one.digest != current)
         return known[0] if known else None
+
+    def unreadable(self) -> list[tuple[str, str, Path]]:
+        """(key, digest, folder) of every snapshot whose records cannot be read, so that no list has it, and of what was
+        set aside."""
+        known = {one.folder for one in self.all()}
+        found = []
+        for key in self._keys():
+            with contextlib.suppress(OSError):
+                for path in sorted((self.root / key).iterdir()):
+                    digest = path.name.removeprefix(_ASIDE)
+                    if KEY.match(digest) and path not in known:
+                        found.append((key, digest, path))
+        return found
 
     def current(self) -> list[Stored]:
         """One snapshot of each key: what is pushed, the newest first."""
@@ -140,7 +185,7 @@ class Store:
                     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                         about = json.loads((path / "about.json").read_text(encoding="utf-8"))
                         one = Stored(path, key, path.name, parts, {**label, **(about.get("label") or {})}, about)
-                        if one.at and one.bytes >= 0 and one.packed >= 0:
+                        if one.at and one.bytes >= 0 and one.packed >= 0 and one.name not in self.left_out:
                             found.append(one)
         return sorted(found, key=lambda one: one.at, reverse=True)
 
@@ -155,10 +200,7 @@ class Store:
             folder = Path(tempfile.mkdtemp(prefix="adding-", dir=home))
             yield Adding(key, parts, folder)
         except OSError as error:
-            raise OrchError(
-                f"the cache store {self.root} cannot be written: {error.strerror or error}",
-                hint="ORCH_DATA_DIR names another folder",
-            ) from None
+            raise self._unwritable(error) from None
         finally:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -169,17 +211,27 @@ class Store:
                 if time.time() - folder.stat().st_mtime > _STALE:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def remove(self, one: Stored) -> None:
-        """Removes a snapshot, and its key with the last one. Raises OSError."""
-        home = one.folder.parent
-        with _locked(home):
-            gone = Path(tempfile.mkdtemp(prefix="adding-gone-", dir=home))
-            one.folder.rename(gone / one.digest)
-            shutil.rmtree(gone)
-            if (home / "current").exists() and (home / "current").read_text().strip() == one.digest:
-                (home / "current").unlink()
-            if not any(KEY.match(path.name) or path.name.startswith("adding-") for path in home.iterdir()):
-                shutil.rmtree(home)
+    def remove(self, folder: Path) -> None:
+        """Removes a snapshot's folder, and its key with the last one. Raises OrchError."""
+        home = folder.parent
+        try:
+            with _locked(home):
+                gone = Path(tempfile.mkdtemp(prefix="adding-gone-", dir=home))
+                folder.rename(gone / folder.name)
+                shutil.rmtree(gone)
+                with contextlib.suppress(FileNotFoundError):
+                    if (home / "current").read_text(errors="replace").strip() == folder.name:
+                        (home / "current").unlink()
+                if not any(_HELD.match(path.name) for path in home.iterdir()):
+                    shutil.rmtree(home)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> OrchError:
+        return OrchError(
+            f"the cache store {self.root} cannot be written: {error.strerror or error}",
+            hint="ORCH_DATA_DIR names another folder",
+        )
 
 
 class Adding:
@@ -220,6 +272,15 @@ class Adding:
         return Stored(target, self._key, digest, self._parts, dict(label), about)
 
 
+def set_aside(one: Stored) -> None:
+    """Takes one that was found damaged out of use. Raises OSError."""
+    home = one.folder.parent
+    with _locked(home):
+        target = home / f"{_ASIDE}{one.digest}"
+        shutil.rmtree(target, ignore_errors=True)
+        one.folder.rename(target)
+
+
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
     """One at a time changes what a key has; the kernel frees the lock of whoever dies."""
@@ -237,10 +298,16 @@ def _write(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a look at every byte of a stored snapshot found: sentences, none where it is whole."""
+    """What a look at every byte of a stored snapshot found; nothing where it is whole."""
 
     stored: Stored
-    findings: tuple[str, ...]
+    paths: tuple[str, ...]  # of the files whose content is damaged or missing
+    foreign: tuple[str, ...]  # contents that its manifest does not name, by their sha256
+    why: tuple[str, ...]  # what else is wrong, each a sentence
+
+    @property
+    def sound(self) -> bool:
+        return not (self.paths or self.foreign or self.why)
 
 
 def verify(one: Stored) -> Checked:
@@ -250,14 +317,15 @@ def verify(one: Stored) -> Checked:
     from orchestrator.remote import cache_files
     from orchestrator.remote.frames import OpError
 
-    findings: list[str] = []
+    foreign: set[str] = set()
+    why: dict[str, None] = {}  # in order, each once
+    paths: dict[str, list[str]] = {}
+    seen = set()
     try:
-        manifest, pack = one.manifest(), one.pack()
+        manifest, pack = one.manifest(), one.index()
         cache_files.check_manifest(manifest)
-        paths: dict[str, list[str]] = {}
         for path, _, sha256, _ in manifest["files"]:
             paths.setdefault(sha256, []).append(path)
-        seen = set()
         with pack.path.open("rb") as file:
             for frame in pack.frames:
                 try:
@@ -266,16 +334,16 @@ def verify(one: Stored) -> Checked:
                         for chunk in chunks:
                             digest.update(chunk)
                         if name not in paths:
-                            findings.append(f"{name[:12]} is foreign: the manifest names no such content")
+                            foreign.add(name)
                         elif digest.hexdigest() == name:
                             seen.add(name)
                 except OrchError as error:
-                    findings.append(error.message)
-        findings += [f"{path} is damaged or missing" for sha256 in paths.keys() - seen for path in paths[sha256]]
-    except (OrchError, OSError) as error:
-        findings.append(str(error))
-    except OpError as error:
-        findings.append(error.message)
+                    why[error.message] = None
+        missing = tuple(sorted(path for sha256 in paths.keys() - seen for path in paths[sha256]))
+    except (OrchError, OpError) as error:
+        missing, why = (), {error.message: None}
+    except OSError as error:
+        missing, why = (), {f"{error.filename or one.folder}: {error.strerror or error}": None}
     except (KeyError, TypeError, ValueError) as error:
-        findings.append(f"its records cannot be read: {error!r}")
-    return Checked(one, tuple(sorted(findings)))
+        missing, why = (), {f"its records cannot be read: {error!r}": None}
+    return Checked(one, missing, tuple(sorted(foreign)), tuple(why))

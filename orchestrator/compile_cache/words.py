@@ -72,6 +72,7 @@ def compiling(cache: Mapping[str, Any] | None, found: Mapping[str, Any] | None) 
     of = f"{hits} of {hits + misses} hits"
     if misses:
         why = ", which its key did not predict" if predicted == "warm" else _because(cache)
+        why = ", as its snapshot was moved aside" if cache.get("moved_aside") else why
         return f"cold: {misses} miss{'' if misses == 1 else 'es'}{why}{_last_cold(cache)}"
     if rebuilt:
         why = f": {', '.join(_reasons(cache))}" if predicted == "rebuild" else ", which its key did not predict"

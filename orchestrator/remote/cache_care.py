@@ -31,10 +31,11 @@ def cache_list(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
 
     `snapshots`: `[{"digest", "bytes", "files" (a count), "made", "from", "parent", "cold_seconds", "kept_by": [why]}]`,
     the newest first; one whose manifest cannot be read has `"why"` and nulls. `aside`: `[{"name", "bytes", "why",
-    "run", "at"}]`. `uses`: `{"runs", "warm", "cold", "hits", "misses", "rebuilt", "last_at", "last_run",
-    "cold_seconds", "warm_seconds", "saved_seconds"}`: runs that began with all graphs there, and with nothing; graphs;
-    what the last cold and the last warm compile took; `saved_seconds`: the sum over warm runs of what the cold compile
-    before took longer, null where no cold one is known. `bytes` on the disk, shared files counted once.
+    "run", "at"}]`. `uses`: `{"runs", "recipes", "warm", "cold", "hits", "misses", "rebuilt", "last_at", "last_run",
+    "cold_seconds", "warm_seconds", "saved_seconds"}`: `recipes` by their names; runs that began with all graphs there,
+    and with nothing; graphs; what the last cold and the last warm compile took; `saved_seconds`: the sum over warm runs
+    of what the cold compile before took longer, null where no cold one is known. `bytes` on the disk, shared files
+    counted once.
     """
     root = call.root
     named = store.named(root)
@@ -88,6 +89,7 @@ def _uses(lines: List[Dict[str, Any]]) -> Dict[str, Any]:
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
 
     found: Dict[str, Any] = {"runs": len(lines), "warm": 0, "cold": 0, "last_at": None, "last_run": None}
+    found["recipes"] = sorted({str(line["recipe"]) for line in lines if line.get("recipe")})
     found.update({name: sum(int(number(line, name)) for line in lines) for name in ("hits", "misses", "rebuilt")})
     found.update(cold_seconds=None, warm_seconds=None, saved_seconds=None)
     for line in lines:
@@ -109,6 +111,8 @@ def _uses(lines: List[Dict[str, Any]]) -> Dict[str, Any]:
 
 def _inodes(folder: str) -> Dict[Inode, int]:
     """Bytes on the disk of each file below a folder, by what it is and not by its names."""
+    if os.path.islink(folder):
+        return {}
     return {(info.st_dev, info.st_ino): info.st_blocks * 512 for _, info in cache_sweep.files(folder)}
 
 
@@ -205,9 +209,9 @@ def cache_gc(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
         if not sound:
             why = "its manifest cannot be read"
         elif store.current(root, key) != digest:
-            why = "a newer one has taken its place"
+            why = "a newer one has taken its place" if store.current(root, key) else "no launch takes it"
         elif older is not None and days > float(older):
-            why = "not used for %.0f days" % days
+            why = "not used for %.3g days" % days
         elif larger is not None and sweeping.bytes > float(larger):
             why = "the longest unused, and all take more than %d bytes" % int(larger)
         reasons = named.get(name, [])
@@ -261,9 +265,11 @@ class _Sweep:
     def remove(self, folder: str, item: Dict[str, Any]) -> bool:
         """Out of its place first, in one step, so that nothing half-removed is ever used. False where it is in use."""
         if not self._dry:
-            held = store.hold(folder, shared=False)
-            if held is None:
-                return False
+            held = None
+            if os.path.isdir(folder) and not os.path.islink(folder):
+                held = store.hold(folder, shared=False)
+                if held is None:
+                    return False
             try:
                 with Incoming(store.caches_dir(self.root)) as going:
                     try:
@@ -271,7 +277,8 @@ class _Sweep:
                     except OSError:
                         remove_tree(folder)  # a run's copy may lie on another file system
             finally:
-                os.close(held)
+                if held is not None:
+                    os.close(held)
         freed = 0
         for inode in self._folders.pop(folder, {}):
             self._names[inode] -= 1

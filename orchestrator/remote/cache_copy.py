@@ -26,6 +26,7 @@ from .cache_files import (
 from .files import Incoming
 
 Tick = Callable[[], Any]
+_LONGEST_SHOWN = 120  # characters of a path in a note
 _MODES = (0o644, 0o755)  # of a private copy: it is written to
 
 
@@ -101,12 +102,19 @@ def scan(folder: str, tick: Tick) -> Tuple[List[Row], List[str]]:
             wrong = "is a link" if stat.S_ISLNK(info.st_mode) else "is no file"
         if wrong is not None:
             if "temporary" not in wrong:
-                notes.append("%s %s" % (path, wrong))
+                notes.append("%s %s" % (_shown(path), wrong))
             continue
         size, sha256 = _digest(os.path.join(folder, path), tick)
         rows.append([path, size, sha256, bool(info.st_mode & stat.S_IXUSR)])
         tick()
     return rows, notes
+
+
+def _shown(path: str) -> str:
+    """A path that a program has made, as text that any file and any terminal takes."""
+    text = path.encode("utf-8", "backslashreplace").decode("utf-8")
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 
 def _digest(path: str, tick: Tick) -> Tuple[int, str]:

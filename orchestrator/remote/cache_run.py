@@ -163,8 +163,8 @@ class RunCache:
 
     def end(self, phase: str, state: State, tick: Callable[[], Any]) -> Optional[str]:
         """Harvests where the run became healthy, tells how the cache was used, removes the copy. `phase`: the one that
-        the run ends with. "<key>/<digest>" of a new snapshot that the run's generation is to name, or None. Raises
-        nothing that a disk or another program can cause."""
+        the run ends with. "<key>/<digest>" of a new snapshot that the run's generation is to name, which named none or
+        one that was moved aside; or None. Raises nothing that a disk or another program can cause."""
         if not os.path.isdir(self._folder):
             return None
         compiled = state.get("compile") if isinstance(state.get("compile"), dict) else None
@@ -181,7 +181,7 @@ class RunCache:
                 self._used(told, state, compiled)
         finally:
             remove_tree(self._folder)
-        if told is not None and told["digest"] is not None and self._generation is None:
+        if told is not None and told["digest"] is not None and (self._generation is None or self.moved_aside):
             return "%s/%s" % (self._asked["key"], told["digest"])
         return None
 

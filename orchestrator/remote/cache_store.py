@@ -15,6 +15,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from . import cache_files, generations
 from .cache_files import DIGEST, FILES, KEY, MANIFEST, Row
+from .derive import Standing, once
 from .files import fsync_folder, rename_new
 from .frames import OpError
 from .rundir import ACTIVE, append_line, list_runs, lock_file, read_json, write_file, write_json
@@ -61,8 +62,10 @@ def snapshots(root: str, key: str) -> List[str]:
 
 
 def _names(folder: str, pattern: Any) -> List[str]:
+    """Of the folders in one, by their names: nothing that somebody has put there besides."""
     try:
-        return sorted(name for name in os.listdir(folder) if pattern.match(name))
+        with os.scandir(folder) as entries:
+            return sorted(e.name for e in entries if pattern.match(e.name) and e.is_dir(follow_symlinks=False))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -139,7 +142,11 @@ def publish(root: str, key: str, folder: str, manifest: Dict[str, Any], make_cur
     digest = manifest["digest"]
     text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     write_file(os.path.join(folder, MANIFEST), text, 0o444)
-    how = rename_new(folder, snapshot_dir(root, key, digest))
+    target = snapshot_dir(root, key, digest)
+    how = rename_new(folder, target)
+    if how == "there" and read_manifest(root, key, digest)[0] is None:  # it lies there by name alone
+        os.rename(target, folder + ".old")
+        how = rename_new(folder, target)
     if make_current or current(root, key) is None:
         set_current(root, key, digest)
     return how
@@ -263,11 +270,15 @@ def named(root: str) -> Dict[str, List[str]]:
         for one in generations.read(root, recipe):
             if one["standing"] == "good":
                 keep(one.get("cache"), "generation %d of %s is good" % (one["generation"], recipe))
+    snapshot = once()
     for run in list_runs(root):
         state, why = run.state()
         if state is None:
             raise OpError("failed", "the state of %s cannot be read (%s), so what it needs is unknown" % (run.run, why))
         if state.get("phase") not in ACTIVE:
+            continue
+        standing = Standing(run, snapshot)  # nobody has written the end of one whose runner was killed
+        if standing.phase not in ACTIVE and not standing.alive:
             continue
         record = state.get("cache") or (read_json(run.file("launch.json"))[0] or {}).get("cache") or {}
         if record.get("key") and record.get("snapshot"):

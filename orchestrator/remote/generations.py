@@ -2,14 +2,16 @@
 
 `<root>/recipes/<name>/generations.jsonl` is append-only. A line `{"event": "started", "generation": n, …}` is one
 generation, `{"event": "mark", "generation": n, "standing", "by"}` says how it stands, `{"event": "cache",
-"generation": n, "cache"}` names the compile cache that its run made where it began with none, and `{"event": "pinned" |
-"lifted"}` is for people. `<root>/recipes/<name>/pin` is replaced or removed in one step.
+"generation": n, "cache"}` names the compile cache that its run made where it began with none, or with one that was
+moved aside, and `{"event": "pinned" | "lifted"}` is for people. `<root>/recipes/<name>/pin` is replaced or removed in
+one step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
@@ -57,8 +59,7 @@ def read(root: str, recipe: str) -> List[Dict[str, Any]]:
         if line.get("event") == "started" and number not in found:
             found[number] = dict(line, standing="new", marked_by=None, marked_at=None)
         elif line.get("event") == "cache" and number in found:
-            if found[number].get("cache") is None:
-                found[number]["cache"] = line.get("cache")
+            found[number]["cache"] = line.get("cache")
         elif line.get("event") == "mark" and number in found and line.get("standing") in STANDINGS:
             entry = found[number]
             if line.get("by") == RUNNER and entry["marked_by"] not in (None, RUNNER):
@@ -118,7 +119,7 @@ def mark(root: str, recipe: str, number: int, standing: str, by: str, why: Optio
 
 
 def add_cache(root: str, recipe: str, number: int, cache: str) -> None:
-    """Appends which compile cache ("<key>/<digest>") a generation made that began with none. Raises OSError,
+    """Appends which compile cache ("<key>/<digest>") a generation made, in place of what it had. Raises OSError,
     TimeoutError."""
     home = folder(root, recipe)
     with locked(os.path.join(home, ".lock"), PATIENCE):
@@ -146,7 +147,7 @@ class Chronicle:
             self._next = 0.0
 
     def made(self, cache: str) -> None:
-        """The run made this compile cache ("<key>/<digest>"), and had begun with none."""
+        """The run made this compile cache ("<key>/<digest>"), which its generation names from now on."""
         if self._recipe is not None:
             self._cache = cache
             self._next = 0.0
@@ -189,7 +190,8 @@ class Chronicle:
 
 def generations(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     """`{recipe}` (null: all) -> `{"recipes": [{"recipe", "pin", "generations"}]}`; each generation also tells
-    whether its `environment` and `code` are here: `environment_here`, `code_here`."""
+    whether its `environment` and `code` are here: `environment_here`, `code_here`, and its compile cache:
+    `cache_here`, null where it names none."""
     asked = args.get("recipe")
     found = []
     for name in names(call.root) if asked is None else [asked]:
@@ -198,11 +200,19 @@ def generations(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
             one["environment_here"] = os.path.exists(
                 os.path.join(call.root, "envs", str(one.get("environment")), "manifest.json")
             )
+            one["cache_here"] = _cache_here(call.root, one.get("cache"))
             one["code_here"] = os.path.isdir(
                 os.path.join(call.root, "code", str((one.get("code") or {}).get("digest")))
             )
         found.append({"recipe": name, "pin": read_pin(call.root, name), "generations": known})
     return {"recipes": found}
+
+
+def _cache_here(root: str, name: Any) -> Optional[bool]:
+    if not isinstance(name, str) or not re.match(r"[0-9a-f]{16}/[0-9a-f]{16}\Z", name):
+        return None
+    key, digest = name.split("/")
+    return os.path.exists(os.path.join(root, "caches", key, "snapshots", digest, "manifest.json"))
 
 
 def pin(args: Dict[str, Any], call: Call) -> Dict[str, Any]:

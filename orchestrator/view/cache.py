@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,15 @@ def print_list(console: Console, place: str, caches: Sequence[Mapping[str, Any]]
 
     say(f"{place}: {_count(len(caches), 'compile cache')}")
     for one in caches:
-        say(f"  {one['key']}  {size(one.get('bytes'))}  {_label(one.get('label'))}  {_uses(one.get('uses') or {})}")
+        names = ", ".join(recipes(one)) or "(no recipe)"
+        say(f"  {one['key']}  {size(one.get('bytes'))}  {names}  {_uses(one.get('uses') or {})}")
         say(f"    {parts_line(one.get('parts') or {})}")
         for snapshot in one.get("snapshots") or ():
-            marks = ["launches take it"] if snapshot["digest"] == one.get("current") else []
-            marks += snapshot.get("kept_by") or []
-            marks += [f"cannot be used: {snapshot['why']}"] if snapshot.get("why") else []
+            marks = folded(snapshot.get("kept_by") or [])
+            if snapshot.get("why"):
+                say("  ".join([f"    {snapshot['digest']}", f"cannot be used: {snapshot['why']}", *marks]))
+                continue
+            marks[:0] = ["launches take it"] if snapshot["digest"] == one.get("current") else []
             cold = snapshot.get("cold_seconds")
             marks += [f"took {took(float(cold))} to compile"] if cold is not None else []
             told = [snapshot["digest"], f"{snapshot.get('files') or '?'} files", size(snapshot.get("bytes"))]
@@ -39,6 +43,35 @@ def print_list(console: Console, place: str, caches: Sequence[Mapping[str, Any]]
             say("    " + "  ".join(told))
         for aside in one.get("aside") or ():
             say(f"    {aside['name']}  {size(aside.get('bytes'))}  moved aside: {aside.get('why') or 'no word'}")
+
+
+def recipes(cache: Mapping[str, Any]) -> list[str]:
+    """Whose a cache is: the recipe that made it, and those that used it since."""
+    label = cache.get("label")
+    own = [label.get("recipe")] if isinstance(label, dict) else []
+    others = (cache.get("uses") or {}).get("recipes") or []
+    return list(dict.fromkeys(str(name) for name in (*own, *others) if name))
+
+
+_GENERATION = re.compile(r"generation (\d+) of (\S+) is good\Z")
+
+
+def folded(reasons: Sequence[str]) -> list[str]:
+    """Why something is kept, the good generations of a recipe in one: `generations 3, 4 of demo are good`."""
+    numbers: dict[str, list[str]] = {}
+    others = []
+    for one in reasons:
+        found = _GENERATION.match(one)
+        if found is None:
+            others.append(one)
+        else:
+            numbers.setdefault(found[2], []).append(found[1])
+    told = []
+    for recipe, each in numbers.items():
+        listed = ", ".join(each[-4:]) if len(each) <= 4 else f"… {', '.join(each[-3:])} ({len(each)} in all)"
+        are = f"generation {each[0]} of {recipe} is good"
+        told.append(are if len(each) == 1 else f"generations {listed} of {recipe} are good")
+    return told + others
 
 
 def _uses(uses: Mapping[str, Any]) -> str:
@@ -58,6 +91,8 @@ def _label(label: Any) -> str:
 
 def parts_line(parts: Mapping[str, Any]) -> str:
     """A key's parts in a line, digests and settings left out."""
+    if not parts:
+        return "what it belongs to is unknown: its key.json is missing or cannot be read"
     gpu = parts.get("gpu")
     told = [f"torch {parts.get('torch')}", f"triton {parts.get('triton')}", f"CUDA {parts.get('cuda')}"]
     told.append(", ".join(map(str, gpu)) if gpu else "CPU")
@@ -100,7 +135,7 @@ def print_verified(console: Console, place: str, snapshots: Sequence[Mapping[str
             continue
         say(f"{name}: DAMAGED")
         for line in wrong[:_SHOWN]:
-            say(f"  {line}")
+            say("  " + line.replace("\n", "�"))
         if len(wrong) > _SHOWN:
             say(f"  … and {len(wrong) - _SHOWN} more")
 
@@ -108,7 +143,7 @@ def print_verified(console: Console, place: str, snapshots: Sequence[Mapping[str
 def print_gc(console: Console, place: str, plan: Mapping[str, Any]) -> None:
     """What could go and what stays, with bytes."""
     for item in plan["kept"]:
-        console.print(plain(f"  keep    {_item(item)}: {', '.join(item['why'])}"), soft_wrap=True)
+        console.print(plain(f"  keep    {_item(item)}: {', '.join(folded(item['why']))}"), soft_wrap=True)
     for item in plan["removed"]:
         console.print(plain(f"  remove  {_item(item)}: {item['why']}"), soft_wrap=True)
     freed = int(plan["freed"])

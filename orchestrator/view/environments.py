@@ -46,7 +46,7 @@ def print_list(console: Console, place: str, found: Mapping[str, Any], recipes: 
 
 def generation_line(one: Mapping[str, Any]) -> str:
     """One generation in one line."""
-    lacking = [what for what in ("environment", "code") if not one.get(f"{what}_here", True)]
+    lacking = [what for what in ("environment", "cache", "code") if one.get(f"{what}_here") is False]
     parts = [f"{one['generation']:>3}", f"{one['standing']:<4}", str(one.get("run"))]
     parts += [f"environment {one['environment']}", f"cache {one.get('cache') or 'none yet'}"]
     parts += [f"code {(one.get('code') or {}).get('digest')}", f"{one.get('who')}, {when(one.get('at'))}"]

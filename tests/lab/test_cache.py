@@ -287,4 +287,4 @@ def test_memory_does_not_grow_with_the_cache(workstation, lab, store):
     assert json.loads(done.stdout)["bytes"] > size
     assert int(done.stderr.split()[-1]) < 120 << 20
     lab.run("rm", "-rf", f"{CACHES}/{one.key}", vmid="201")
-    store.remove(one)
+    store.remove(one.folder)

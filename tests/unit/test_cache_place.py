@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from orchestrator.config.models import Host, Place
 from orchestrator.errors import ConnectionLost, OrchError
 from orchestrator.place.session import open_session
-from orchestrator.remote import cache_care, cache_files, cache_parts, cache_store, cache_stream, cache_sweep, caches
+from orchestrator.remote import (
+    cache_care,
+    cache_files,
+    cache_parts,
+    cache_store,
+    cache_stream,
+    cache_sweep,
+    caches,
+    processes,
+)
 from orchestrator.remote import generations as gens
 from orchestrator.remote.cache_files import check_manifest, contents, digest_of, key_of, make_manifest, why_not
 from orchestrator.remote.frames import OpError
@@ -488,6 +497,50 @@ def test_a_collection_keeps_what_somebody_names(tmp_path: Path) -> None:
         care(tmp_path, "cache_gc", older_days=0, larger_bytes=0, dry_run=False)
 
 
+def test_a_run_whose_runner_was_killed_holds_nothing(tmp_path: Path) -> None:
+    """Nobody writes the end of one: its state says for ever that it trains."""
+    used, _ = snapshots_of(tmp_path, 2)
+    run = tmp_path / "runs/demo-1"
+    run.mkdir(parents=True)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    state = {"phase": "training", "created": 1.0, "started": 1.0, "cache": {"key": KEY, "snapshot": used}}
+    runner = {"pid": dead.pid, "start": 1, "boot_id": processes.boot_id()}
+    (run / "state.json").write_text(json.dumps({**state, "runner": runner}))
+    assert cache_store.named(str(tmp_path)) == {}
+    done = care(tmp_path, "cache_gc", older_days=None, larger_bytes=None, dry_run=False)
+    assert [one["digest"] for one in done["removed"]] == [used]
+
+
+def test_what_somebody_put_among_caches_is_left_and_harms_nothing(tmp_path: Path) -> None:
+    digest = stage(tmp_path)["digest"]
+    (other := tmp_path / "other").mkdir()
+    (other / "precious").write_text("x" * 5000)
+    home = tmp_path / "caches" / KEY
+    (home / "aside").mkdir()
+    for link in (home / "aside/link", home / "snapshots" / ("a" * 16), tmp_path / "caches" / ("b" * 16)):
+        link.symlink_to(other)
+    (tmp_path / "caches" / ("c" * 16)).write_text("")
+    (home / "aside/file").write_text("")
+    assert cache_store.keys(str(tmp_path)) == [KEY] and cache_store.snapshots(str(tmp_path), KEY) == [digest]
+    done = care(tmp_path, "cache_gc", older_days=None, larger_bytes=None, dry_run=False)
+    assert {(one["name"], one["bytes"]) for one in done["removed"]} == {("link", 0), ("file", 0)}
+    assert not list((home / "aside").iterdir()) and (other / "precious").exists()
+    assert care(tmp_path, "cache_gc", older_days=None, larger_bytes=None, dry_run=True)["removed"] == []
+
+
+@pytest.mark.parametrize("text", [None, "", "{"])
+def test_a_snapshot_without_a_manifest_is_made_good_by_the_next_one(tmp_path: Path, text: str | None) -> None:
+    digest = stage(tmp_path)["digest"]
+    manifest = snapshot(tmp_path, digest) / "manifest.json"
+    manifest.chmod(0o644)
+    manifest.unlink() if text is None else manifest.write_text(text)
+    assert find(tmp_path)["present"] is None
+    assert stage(tmp_path)["how"] == "new"
+    assert find(tmp_path)["present"]["digest"] == digest and care(tmp_path, "cache_verify")["sound"] == 1
+    assert nothing_half(tmp_path)
+
+
 def test_a_collection_by_size_takes_the_longest_unused(tmp_path: Path) -> None:
     keys = {}
     for number in range(3):
@@ -516,7 +569,7 @@ def test_the_list_says_what_caches_were_good_for(tmp_path: Path) -> None:
     root = str(tmp_path)
     for line in (
         {"run": "a", "at": 1.0, "cold": True, "hits": 0, "misses": 3, "rebuilt": 0, "compile_seconds": 372.0},
-        {"run": "b", "at": 2.0, "cold": False, "hits": 3, "misses": 0, "rebuilt": 0, "compile_seconds": 12.0},
+        {"run": "b", "recipe": "longer", "at": 2.0, "cold": False, "hits": 3, "misses": 0, "compile_seconds": 12.0},
         {"run": "c", "at": 3.0, "cold": False, "hits": 3, "misses": 0, "rebuilt": 1, "compile_seconds": 90.0},
         {"run": "d", "at": 4.0, "cold": False, "hits": None, "misses": None, "rebuilt": None, "compile_seconds": None},
     ):
@@ -530,7 +583,8 @@ def test_the_list_says_what_caches_were_good_for(tmp_path: Path) -> None:
     assert one["digest"] == first and one["kept_by"] == ["generation 1 of demo is good"]
     assert found["aside"][0]["name"].startswith(second) and found["aside"][0]["why"] == "invalid ELF header"
     assert found["uses"] == {
-        "runs": 4, "warm": 1, "cold": 1, "hits": 6, "misses": 3, "rebuilt": 1, "last_at": 4.0, "last_run": "d",
+        "runs": 4, "recipes": ["longer"], "warm": 1, "cold": 1, "hits": 6, "misses": 3, "rebuilt": 1, "last_at": 4.0,
+        "last_run": "d",
         "cold_seconds": 372.0, "warm_seconds": 12.0, "saved_seconds": 360.0,
     }  # fmt: skip
     assert find(tmp_path)["present"] is None

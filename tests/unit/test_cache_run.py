@@ -52,6 +52,7 @@ for graph in graphs:
 (inductor / "locks" / "x.lock").touch()
 (inductor / "half.so").write_bytes(b"")
 (inductor / "outside").symlink_to("/etc/passwd")
+open(os.fsencode(inductor) + b"/\xff\n\x1b[31m", "w").close()
 tell(compile={"done": True, "hits": len(graphs) - misses, "misses": misses, "rebuilt": 0, "new_files": misses,
               "seconds": 1.5 * len(graphs), "rank": 0})
 time.sleep(float(os.environ.get("SECONDS", 0)))
@@ -122,7 +123,9 @@ def test_a_cold_run_that_ends_well_leaves_a_cache_and_the_next_one_begins_with_i
         "hits": 0, "misses": 2, "rebuilt": 0, "graphs": 2, "new_files": 2, "seconds": 3.0, "done": True, "ranks": 1,
         "rank": 0, "missed": ["one", "two"],
     }  # fmt: skip
-    assert "outside is a link" in cold.cache["harvest"]["why"] and cold.of("cache_swept")[0]["count"] == 1
+    assert "outside is a link" in cold.cache["harvest"]["why"]
+    # a name that is no text is told as some, in files that are UTF-8 (they were read as that) and on a terminal
+    assert r"\udcff??[31m is not UTF-8" in cold.cache["harvest"]["why"] and cold.of("cache_swept")[0]["count"] == 1
     kept = {"inductor/fxgraph/one": b"one", "inductor/fxgraph/two": b"two"}
     assert tree(snapshot(tmp_path, str(digest)) / "files") == expected(kept, kept)
     about = cache_store.about(client.root, KEY)
@@ -163,7 +166,10 @@ BAD = {**FILES, "inductor/bad/c1.main.so": b"\x7fELF"}
 def test_a_bad_entry_costs_one_restart(client: Client, tmp_path: Path) -> None:
     digest = stage(tmp_path, BAD)["digest"]
     program = "import os\nprint(os.environ.get('TOKEN'), flush=True)\n" + TRAINER
-    run, process = begin(client, program=program, cache={"snapshot": digest, "predicted": "warm"}, env={"TOKEN": "t"})
+    own = {"recipe": "demo", "cache": f"{KEY}/{digest}", "environment": "e"}
+    run, process = begin(
+        client, program=program, cache={"snapshot": digest, "predicted": "warm"}, env={"TOKEN": "t"}, generation=own
+    )
     found = ended(run, process)
     assert found.state["phase"] == "finished" and process.returncode == 0
     (moved,) = found.of("cache_moved_aside")
@@ -177,6 +183,9 @@ def test_a_bad_entry_costs_one_restart(client: Client, tmp_path: Path) -> None:
     assert [found.state["compile"][name] for name in ("hits", "misses", "graphs", "ranks")] == [0, 2, 2, 1]
     assert found.cache["harvest"]["how"] == "harvested" and uses(client)[0]["cold"] is True
     assert cache_store.current(client.root, KEY) == found.cache["harvest"]["digest"] != digest
+    # whoever goes back to this run gets what it ran with, not what broke it
+    (one,) = generations.read(client.root, "demo")
+    assert one["cache"] == f"{KEY}/{found.cache['harvest']['digest']}"
 
 
 def test_nothing_is_started_a_third_time_nor_for_another_reason(client: Client, tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cli import cache_commands
 from orchestrator.compile_cache import pack as packs
 from orchestrator.compile_cache import staging
 from orchestrator.compile_cache.key import Relative
 from orchestrator.compile_cache.store import Store, verify
 from orchestrator.config.models import Host, Place
-from orchestrator.errors import NotFound, OrchError
+from orchestrator.errors import NotFound, OrchError, UsageError
 from orchestrator.place.session import open_session
 from orchestrator.remote import cache_files
 from tests.unit.test_cache_key import BASE
@@ -158,17 +159,66 @@ def test_the_store_keeps_what_it_was_given(store):
     one = stored(store)
     assert store.all() == [one] == store.current() and store.find(one.key) == one == store.find(one.key, one.digest)
     assert one.parts == BASE and one.label == LABEL and one.bytes == sum(map(len, FILES.values()))
-    assert verify(one).findings == ()
+    assert verify(one).sound
     more = stored(store, {**FILES, "inductor/cc/more.py": b"2"})
     assert store.find(one.key) == more and store.all() == [more, one]
     assert staging.named(store, "demo") == more == staging.named(store, one.key[:5])
     assert staging.named(store, one.name) == one
     with pytest.raises(NotFound):
         staging.named(store, "nobody")
-    store.remove(more)
+    store.remove(more.folder)
     assert store.all() == [one] == store.current()
-    store.remove(one)
+    store.remove(one.folder)
     assert store.all() == [] and not list(store.root.iterdir())
+
+
+KNOWN = [
+    ("aa11111111111111", "d111111111111111", {"demo"}),
+    ("aa22222222222222", "d222222222222222", {"long", "aa"}),
+    ("aa11111111111111", "d333333333333333", {"demo", "long"}),
+    ("bb11111111111111", "d444444444444444", {"None"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("reference", "meant"),
+    [
+        ("aa1", ("aa11111111111111", None)),
+        ("aa11111111111111/", ("aa11111111111111", None)),
+        ("aa11111111111111/d3", ("aa11111111111111", "d333333333333333")),
+        ("demo", ("aa11111111111111", None)),
+        ("long", ("aa22222222222222", None)),
+        ("aa", ("aa22222222222222", None)),  # a recipe of that very name
+        ("b", ("bb11111111111111", None)),
+        ("a", UsageError),
+        ("a/d2", ("aa22222222222222", "d222222222222222")),
+        ("aa1/d", UsageError),
+        ("", NotFound),
+        ("/", NotFound),
+        ("bb11111111111111/d1", NotFound),
+        ("../..", NotFound),
+    ],
+)
+def test_what_a_reference_means(reference, meant):
+    if isinstance(meant, tuple):
+        assert staging.meant(reference, KNOWN, "here", "orch cache list") == meant
+    else:
+        with pytest.raises(meant) as caught:
+            staging.meant(reference, KNOWN, "here", "orch cache list")
+        assert caught.value.hint == "orch cache list" and "here" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("1.5GB", 1_500_000_000), (".5k", 500), ("20GiB", 20 << 30), (" 3 m ", 3_000_000), ("2Ti", 2 << 40)]
+    + [(text, None) for text in ("", "1,5GB", "-1", "1e9", "5iB", "1PB", "٣GB", "nan")],
+)
+def test_sizes(text, size):
+    if size is None:
+        with pytest.raises(UsageError, match="such as 500MB"):
+            cache_commands._bytes(text)
+    else:
+        assert cache_commands._bytes(text) == size
 
 
 def test_nothing_is_left_of_what_did_not_arrive(store):
@@ -188,19 +238,53 @@ def test_verify_names_what_is_damaged_in_a_pack(store):
     pack = one.folder / "pack"
     whole = pack.read_bytes()
     pack.write_bytes(whole[: len(whole) // 2])
-    findings = verify(one).findings
-    assert any("inductor/aa/one.so is damaged or missing" in line for line in findings), findings
+    checked = verify(one)
+    assert "inductor/aa/one.so" in checked.paths and len(checked.why) == 1, checked
     pack.write_bytes(whole)
-    assert verify(one).findings == ()
+    assert verify(one).sound
     (one.folder / "index.json").write_text("[]")
-    assert verify(one).findings
+    assert not verify(one).sound
+
+
+def test_what_is_damaged_is_set_aside_and_can_be_removed(store):
+    one = stored(store)
+    whole = (one.folder / "pack").read_bytes()
+    assert one.trouble() is None and staging.damaged(one) is None
+    (one.folder / "pack").write_bytes(whole[:-1])
+    assert "bytes" in one.trouble() and one.again == f"orch cache pull {one.name} pve/200"
+    (one.folder / "pack").write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])
+    assert one.trouble() is None and "damaged" in staging.damaged(one)
+    assert store.all() == [] == store.current() and store.find(one.key) is None
+    ((key, digest, folder),) = store.unreadable()
+    assert (key, digest) == (one.key, one.digest)
+    again = stored(store)
+    (again.folder / "about.json").write_text("{")
+    assert store.all() == [] and len(store.unreadable()) == 2
+    store.remove(folder)
+    store.remove(again.folder)
+    assert not list(store.root.iterdir())
+
+
+@pytest.mark.parametrize("name", ["pack", "index.json", "manifest.json"])
+@pytest.mark.parametrize("data", [None, b""])
+def test_a_launch_goes_on_without_a_stored_cache_that_is_damaged(store, name, data):
+    one = stored(store)
+    path = one.folder / name
+    path.unlink() if data is None else path.write_bytes(data)
+    plan = staging.plan(found(), store, "demo")
+    assert (plan.send, plan.prediction.predicted) == (None, "cold")
+    assert one.name in plan.notes[0] and "not used" in plan.notes[0] and "orch cache pull" in plan.notes[0]
+    pinned = staging.plan(found(), store, "demo", one.name, 3)
+    assert pinned.send is None and "generation 3" in "".join(pinned.notes)
+    elsewhere = staging.plan(found(parts=replace(BASE, environment_path="/a")), store, "demo")
+    assert elsewhere.send is None
 
 
 def test_two_that_take_the_same_snapshot_in_at_once(store):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: stored(store), range(12)))
     (one,) = store.all()
-    assert verify(one).findings == ()
+    assert verify(one).sound
 
 
 # --- what a launch takes ---------------------------------------------------------------------------
@@ -242,7 +326,7 @@ def test_a_pin_takes_exactly_its_snapshot(store):
         parts = replace(BASE, **changes)
         return staging.plan(found(wanted=parts), store, "nobody", f"{parts.digest}/{'1' * 16}", 3)
 
-    store.remove(one)
+    store.remove(one.folder)
     shaped = wanted(environment_path="/a")
     assert shaped.prediction.seed.endswith("1" * 16) and shaped.prediction.because == ("environment /a → (none)",)
     foreign = wanted(triton="3.6.0")
@@ -304,8 +388,9 @@ def test_a_damaged_pack_brings_nothing_to_a_place(session, store):
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 0xFF
     pack.write_bytes(bytes(data))
-    with pytest.raises(OrchError):
+    with pytest.raises(OrchError, match=r"is damaged \(.*one.so|noise.so") as caught:
         staging.push(session, one)
+    assert caught.value.hint == one.again and store.all() == []
     assert staging.ask(session, BASE, None, "demo").present is None
     assert not list(Path(session.root, "caches", one.key, "snapshots").iterdir())
 
@@ -316,10 +401,10 @@ def test_a_cache_comes_back_as_it_was(session, store, tmp_path):
     other = Store(tmp_path / "other")
     back, received = staging.pull(session, one.key, None, other)
     assert (back.digest, back.parts, back.label["recipe"]) == (one.digest, BASE, "demo") and received > 0
-    assert verify(back).findings == () and back.manifest()["files"] == one.manifest()["files"]
+    assert verify(back).sound and back.manifest()["files"] == one.manifest()["files"]
     assert staging.pull(session, one.key, None, other) == (back, 0)
     (back.folder / "pack").write_bytes(b"")
     again, received = staging.pull(session, one.key, None, other)
-    assert received > 0 and verify(again).findings == ()
+    assert received > 0 and verify(again).sound
     with pytest.raises(NotFound):
         staging.pull(session, "f" * 16, None, other)
