@@ -17,6 +17,21 @@ from typing import Any
 import pytest
 import yaml
 
+LONG = (
+    "test_demo.py",
+    "test_ranks.py",
+    "test_launch_resumed.py",
+    "test_verify.py",
+    "test_several_torch.py",
+    "test_run.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take minutes come first: where several go at a time, none of them is left alone at the end."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
 
 @dataclass
 class Workstation:

@@ -42,10 +42,11 @@ def console_log(lab, run):
     return lab.run("cat", f"/var/lib/orch/runs/{run}/console.log", vmid="200").stdout
 
 
+@pytest.mark.timeout(1500)  # it trains for minutes, beside other tests
 def test_from_first_contact_to_the_end(bare_lab, workstation):
     """Everything travels: uv, wheels for the container's Python, the trainer with its assets. Then it trains, and
     what it reports is held to what the demo promises."""
-    done = workstation.orch("launch", "demo", "--place", PLACE, timeout=900)
+    done = workstation.orch("launch", "demo", "--place", PLACE, timeout=1400)
     assert "finished" in done.stdout
     (run,) = workstation.runs(PLACE)
     assert run["phase"] == "finished" and run["exit"]["code"] == 0
