@@ -19,10 +19,12 @@ DENSE = (
     *("debug_switch", "config_disable", "suppressed", "plain_if_compiling", "recompile_limit", "nested_trace"),
 )
 COMPILED = ("compiled", "checkpointed", "autocast", "inside_a_disabled_caller", "outer_graph_break")
-# where torch itself stops in time
+# where torch itself stops in time; 2.11 cannot take a backward pass through this stance
 BY_TORCH = {
     ("fullgraph", "suppressed"): "BackendCompilerFailed",
     ("fullgraph", "recompile_limit"): "FailOnRecompileLimitHit",
+    ("fullgraph", "eager_then_compile"): "AttributeError",
+    ("loose", "eager_then_compile"): "AttributeError",
 }
 
 
@@ -52,7 +54,10 @@ def ends():
 @pytest.mark.parametrize("mode", ["fullgraph", "loose"])
 def test_dense_attention_is_stopped_before_it_takes_memory(ends, mode, name):
     end, peak = ends[mode, name]
-    assert end == BY_TORCH.get((mode, name), STOPPED) or (name == "plain_if_compiling" and end == "ran")
+    ends_well = {STOPPED, BY_TORCH.get((mode, name), STOPPED)}
+    if name == "plain_if_compiling":  # up to 2.12 another thread's compilation is not seen, and it compiles
+        ends_well.add("ran")
+    assert end in ends_well
     assert peak < SCORES / 4
 
 
