@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.config import EnvironmentSpec
 from orchestrator.environment.build import existing, request, status
 from orchestrator.environment.progress import Progress, silent
 from orchestrator.errors import NotFound, OrchError, Refused
@@ -102,11 +104,9 @@ def generations(session: Session, recipe: str | None) -> list[dict[str, Any]]:
     return list(session.call("generations", {"recipe": recipe}).data["recipes"])
 
 
-def choose(session: Session, recipe: str, to: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The generation to go back to (the last good one unless `to`), and the one that launches take now.
-
-    Raises NotFound.
-    """
+def choose(session: Session, recipe: str, to: int | None) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:
+    """The generation to go back to (the last good one unless `to`), the one that is pinned or else the latest, and
+    whether it is pinned: launches take the working tree where none is. Raises NotFound."""
     (found,) = generations(session, recipe)
     known: Sequence[dict[str, Any]] = found["generations"]
     pin = found["pin"]
@@ -126,7 +126,7 @@ def choose(session: Session, recipe: str, to: int | None) -> tuple[dict[str, Any
                 f"{recipe} has no generation {to} at {session.place.name}: there are {numbers}",
                 hint=f"orch env list {session.place.name}",
             )
-        return chosen, now
+        return chosen, now, pin is not None
     good = [one for one in known if one["standing"] == "good"]
     if not good:
         raise NotFound(
@@ -134,7 +134,7 @@ def choose(session: Session, recipe: str, to: int | None) -> tuple[dict[str, Any
             hint=f"orch rollback-env {recipe} {session.place.name} --to {known[-1]['generation']}, "
             f"or orch env mark {recipe} GENERATION good {session.place.name}",
         )
-    return good[-1], now
+    return good[-1], now, pin is not None
 
 
 def check(session: Session, recipe: str, one: Mapping[str, Any], progress: Progress = silent) -> Mapping[str, Any]:
@@ -161,26 +161,70 @@ def check_code(session: Session, digest: str, name: str) -> dict[str, str]:
     return dict(tree["files"])
 
 
+@dataclass(frozen=True)
+class WorkingTree:
+    """What a launch without a pin would take from here; None for what cannot be read."""
+
+    spec: EnvironmentSpec | None = None
+    code: Snapshot | None = None
+
+
 def change(
-    session: Session, now: Mapping[str, Any] | None, to: Mapping[str, Any], manifest: Mapping[str, Any]
+    session: Session,
+    now: Mapping[str, Any] | None,
+    to: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    tree: WorkingTree | None = None,
 ) -> Change:
-    """What going back to `to`, whose environment's manifest is given, changes against what launches take now."""
+    """What going back to `to`, whose environment's manifest is given, changes against what launches take now: what
+    `tree` has, else the generation `now`."""
+    tree = tree or WorkingTree()
     if now is None:
         return Change((), (), ())
-    before: Mapping[str, Any] = {}
-    if now["environment"] != to["environment"]:
-        before = status(session, str(now["environment"]), verify="no")["manifest"] or {}
-    packages: tuple[str, ...] = ()
-    if now["environment"] != to["environment"]:
-        lines = package_changes(_versions(before), _versions(manifest)) if before else ["(what it was is not known)"]
-        packages = (f"environment {now['environment']} → {to['environment']}", *lines)
-    cache = () if now.get("cache") == to.get("cache") else _cache_change(session, now, to)
+    packages = _package_change(session, now, to, manifest, tree.spec)
+    cache: tuple[str, ...] = ()
+    if now.get("cache") != to.get("cache"):
+        cache = _cache_change(session, now, to)
+    elif packages and now["environment"] == to["environment"]:  # the working tree's lock is another one already
+        cache = (f"what the working tree's own key has → {_snapshot(to.get('cache')) or 'none'}",)
+    return Change(packages, cache, _code_change(session, now, to, tree))
+
+
+def _package_change(
+    session: Session,
+    now: Mapping[str, Any],
+    to: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    spec: EnvironmentSpec | None,
+) -> tuple[str, ...]:
+    old, new = str(now["environment"]), str(to["environment"])
+    versions: Mapping[str, str] | None = None
+    if spec is not None:
+        with contextlib.suppress(OrchError):  # a lock that cannot be used: no launch would take it
+            wanted = request(session, spec)
+            old, versions = wanted.id, {pin.name: pin.version for pin in wanted.pins}
+    if old == new:
+        return ()
+    if versions is None:
+        before = status(session, old, verify="no")["manifest"]
+        versions = _versions(before) if before else None
+    lines = ["(what it was is not known)"] if versions is None else package_changes(versions, _versions(manifest))
+    return (f"environment {old} → {new}", *lines)
+
+
+def _code_change(session: Session, now: Mapping[str, Any], to: Mapping[str, Any], tree: WorkingTree) -> tuple[str, ...]:
     old, new = (str((one.get("code") or {}).get("digest")) for one in (now, to))
-    code: tuple[str, ...] = ()
-    if old != new:
-        trees = [session.call("code_tree", {"digest": digest}, timeout=120.0).data["files"] for digest in (old, new)]
-        code = (f"code {old} → {new}", *file_changes(trees[0], trees[1]))
-    return Change(packages, cache, code)
+    if tree.code is not None:
+        old = tree.code.digest
+    if old == new:
+        return ()
+
+    def there(digest: str) -> dict[str, str]:
+        return dict(session.call("code_tree", {"digest": digest}, timeout=120.0).data["files"])
+
+    before = there(old) if tree.code is None else tree_of(tree.code)
+    whose = "" if tree.code is None else ", of the working tree,"
+    return (f"code {old}{whose} → {new}", *file_changes(before, there(new)))
 
 
 def _cache_change(session: Session, now: Mapping[str, Any], to: Mapping[str, Any]) -> tuple[str, ...]:
@@ -301,15 +345,21 @@ Confirm = Callable[[Mapping[str, Any], Change], bool]
 
 
 def rollback(
-    session: Session, recipe: str, to: int | None, confirm: Confirm, progress: Progress = silent
+    session: Session,
+    recipe: str,
+    to: int | None,
+    confirm: Confirm,
+    tree: WorkingTree | None = None,
+    progress: Progress = silent,
 ) -> tuple[Mapping[str, Any], bool]:
     """Pins the recipe at the place to a generation that worked, if `confirm` agrees: it, and whether it was done.
+    `tree`: what launches take now where there is no pin.
 
     Nothing is removed, and no run is touched. Raises NotFound, Refused.
     """
-    chosen, now = choose(session, recipe, to)
+    chosen, now, pinned = choose(session, recipe, to)
     manifest = check(session, recipe, chosen, progress)
-    if not confirm(chosen, change(session, now, chosen, manifest)):
+    if not confirm(chosen, change(session, now, chosen, manifest, None if pinned else tree)):
         return chosen, False
     set_pin(session, recipe, int(chosen["generation"]), "rollback-env")
     return chosen, True

@@ -122,14 +122,15 @@ def resolve(launch: Launch) -> str:
     except UsageError as problem:
         launch.problem = problem  # a pinned launch does not need it, and only the place knows of pins
     try:
-        launch.snapshot = _working_code(launch.recipe)
+        launch.snapshot = working_code(launch.recipe)
     except UsageError as problem:
         launch.code_problem = problem  # as above
     launch.secrets = secrets.values(launch.recipe.secrets)
     return f"{launch.recipe.name} at {launch.place.name}"
 
 
-def _working_code(recipe: Recipe) -> Snapshot:
+def working_code(recipe: Recipe) -> Snapshot:
+    """The code that a launch takes from here. Raises UsageError."""
     if recipe.code is None:
         return snapshot_bundled()
     from orchestrator.tree import snapshot_tree

@@ -249,7 +249,7 @@ def use_command(recipe: str, place: str | None, *, generation: int | None, why: 
                     soft_wrap=True,
                 )
             return
-        chosen, _ = choose(session, name, generation)
+        chosen, *_ = choose(session, name, generation)
         check(session, name, chosen)
         set_pin(session, name, generation, why or "env use")
     out.print(f"{name} at {where.name} is pinned to generation {generation}", soft_wrap=True)

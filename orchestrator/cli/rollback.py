@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from orchestrator.explain import explanation
 
 if TYPE_CHECKING:
     from orchestrator.config import Host, Place, Project
-    from orchestrator.generations import Change
+    from orchestrator.generations import Change, WorkingTree
 
 
 def meant_recipe(recipe: str | None, place: str | None) -> tuple[str, Place]:
@@ -56,7 +57,28 @@ def agreed(question: str, yes: bool, hint: str) -> bool:
         return True
     if not sys.stdin.isatty():
         raise Refused("this is done only after a yes, and there is no terminal to ask at", hint=hint)
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D is no yes
+        print()
+        return False
+
+
+def _working_tree(recipe: str) -> WorkingTree:
+    """What a launch would take from here without a pin. What cannot be read is no hindrance to going back."""
+    from orchestrator.config import load_environment, load_recipe
+    from orchestrator.errors import OrchError
+    from orchestrator.generations import WorkingTree
+    from orchestrator.launch import working_code
+
+    project, _ = project_and_hosts()
+    spec = code = None
+    with contextlib.suppress(OrchError, OSError):
+        loaded = load_recipe(project, recipe)
+        with contextlib.suppress(OrchError, OSError):
+            spec = load_environment(project, loaded.environment)
+        code = working_code(loaded)
+    return WorkingTree(spec, code)
 
 
 def rollback_command(
@@ -96,7 +118,7 @@ def rollback_command(
         return agreed("go back to it?", yes, f"orch rollback-env {name} {where.name}{to_say} --yes")
 
     with open_session(where) as session:
-        chosen, done = rollback(session, name, to, confirm)
+        chosen, done = rollback(session, name, to, confirm, _working_tree(name))
     if json:
         pinned = chosen["generation"] if done else None
         print_json(

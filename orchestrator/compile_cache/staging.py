@@ -314,7 +314,8 @@ def pull(
                 progress(done, total)
             for _ in _read(received):  # what fills the tar up; after it comes the answer
                 pass
-        return adding.keep(manifest, head.get("label") or {}, place), received.bytes
+        label = {**(head.get("label") or {}), "recipes": head.get("recipes") or []}
+        return adding.keep(manifest, label, place), received.bytes
 
 
 def _members(encoding: str, stream: packs.Pulled, place: str) -> Iterator[tuple[str, int, Iterator[bytes]]]:
@@ -374,7 +375,7 @@ def _several(reference: str, found: Sequence[str], where: str, listed: str) -> U
 
 def named(store: Store, reference: str) -> Stored:
     """The stored snapshot that is meant by a reference (see `meant`). Raises NotFound, UsageError."""
-    known = [(one.key, one.digest, {str(one.label.get("recipe"))}) for one in store.all()]
+    known = [(one.key, one.digest, one.recipes) for one in store.all()]
     key, digest = meant(reference, known, "here", "orch cache list --here")
     found = store.find(key, digest)
     if found is None:

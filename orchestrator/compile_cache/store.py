@@ -47,6 +47,13 @@ class Stored:
         return f"{self.key}/{self.digest}"
 
     @property
+    def recipes(self) -> list[str]:
+        """Whose it is: of the recipe that made it, and of those that had used it when it came here."""
+        others = self.label.get("recipes")
+        named = [self.label.get("recipe"), *(others if isinstance(others, list) else [])]
+        return list(dict.fromkeys(str(name) for name in named if name))
+
+    @property
     def bytes(self) -> int:
         """Of its files."""
         return int(self.about["bytes"])

@@ -114,7 +114,8 @@ def cache_lacking(args: Dict[str, Any], call: Call) -> Tuple[Dict[str, Any], byt
 
 
 def cache_manifest(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
-    """`{key, digest}` (null: the one that launches take) -> `{"key", "digest", "manifest", "parts", "label"}`."""
+    """`{key, digest}` (null: the one that launches take) -> `{"key", "digest", "manifest", "parts", "label",
+    "recipes"}`, those by whom it was used."""
     key = args.get("key")
     digest = args.get("digest") or store.current(call.root, str(key) if store.key_dir(call.root, key) else "")
     if digest is None:
@@ -125,6 +126,7 @@ def cache_manifest(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     about = store.about(call.root, str(key))
     answer: Dict[str, Any] = {"key": key, "digest": digest, "manifest": manifest}
     answer.update(parts=about.get("parts"), label=about.get("label"))
+    answer["recipes"] = sorted({str(line["recipe"]) for line in store.uses(call.root, str(key)) if line.get("recipe")})
     return answer
 
 

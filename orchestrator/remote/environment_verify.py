@@ -99,13 +99,18 @@ def check(root: str, manifest: Dict[str, Any], deep: bool, tick: Optional[Tick] 
 
 
 def summary(findings: List[Dict[str, Any]]) -> str:
-    """All findings in one sentence: distributions first, then files."""
+    """The findings in one sentence: distributions first, then files; of each the first few."""
     whole = [f["text"] for f in findings if f["kind"] == "distribution"]
     counts = [f["text"] for f in findings if f["kind"] in _COUNTED and f["text"][:1].isdigit()]
     others = [f["text"] for f in findings if f["text"] not in whole and f["text"] not in counts]
+    whole, others = _few(whole), _few(others)
     if whole and counts:
         whole, counts = ["%s, with %s" % ("; ".join(whole), ", ".join(counts))], []
     return "; ".join(whole + counts + others)
+
+
+def _few(texts: List[str]) -> List[str]:
+    return texts if len(texts) <= _SHOWN else [*texts[:_SHOWN], "%d more like these" % (len(texts) - _SHOWN)]
 
 
 def _finding(kind: str, text: str, names: List[str]) -> Dict[str, Any]:

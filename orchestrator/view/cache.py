@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ def print_list(console: Console, place: str, caches: Sequence[Mapping[str, Any]]
     """The caches at a place, the newest used first."""
 
     def say(text: str) -> None:
-        console.print(plain(text), soft_wrap=True)
+        _say(console, text)
 
     say(f"{place}: {_count(len(caches), 'compile cache')}")
     for one in caches:
@@ -46,11 +47,13 @@ def print_list(console: Console, place: str, caches: Sequence[Mapping[str, Any]]
 
 
 def recipes(cache: Mapping[str, Any]) -> list[str]:
-    """Whose a cache is: the recipe that made it, and those that used it since."""
+    """Whose a cache at a place is: of the recipe that made it, and of those that used it since."""
     label = cache.get("label")
-    own = [label.get("recipe")] if isinstance(label, dict) else []
-    others = (cache.get("uses") or {}).get("recipes") or []
-    return list(dict.fromkeys(str(name) for name in (*own, *others) if name))
+    label = label if isinstance(label, dict) else {}
+    names = [label.get("recipe")]
+    for more in (label.get("recipes"), (cache.get("uses") or {}).get("recipes")):
+        names += more if isinstance(more, list) else []
+    return list(dict.fromkeys(str(name) for name in names if name))
 
 
 _GENERATION = re.compile(r"generation (\d+) of (\S+) is good\Z")
@@ -74,6 +77,17 @@ def folded(reasons: Sequence[str]) -> list[str]:
     return told + others
 
 
+def _say(console: Console, text: str) -> None:
+    """One line; a terminal that is narrower gets it broken between words, and indented. A pipe gets it whole."""
+    text = plain(text)
+    if console.is_terminal and len(text) > console.width:
+        inner = " " * (len(text) - len(text.lstrip()) + 2)
+        text = textwrap.fill(
+            text, console.width, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False
+        )
+    console.print(text, soft_wrap=True)
+
+
 def _uses(uses: Mapping[str, Any]) -> str:
     if not uses.get("runs"):
         return "never used"
@@ -83,10 +97,6 @@ def _uses(uses: Mapping[str, Any]) -> str:
     saved = uses.get("saved_seconds")
     told += [f"{took(float(saved))} saved"] if saved else []
     return ", ".join([*told, f"used {when(uses.get('last_at'))}"])
-
-
-def _label(label: Any) -> str:
-    return str(label.get("recipe") or "(no recipe)") if isinstance(label, dict) else "(no recipe)"
 
 
 def parts_line(parts: Mapping[str, Any]) -> str:
@@ -110,17 +120,17 @@ def print_stored(console: Console, stored: Sequence[Stored]) -> None:
     total = sum(one.packed for one in stored)
     console.print(f"here: {_count(len(stored), 'compile cache')}, {size(total)} packed", soft_wrap=True)
     for one in stored:
-        about = [one.name, f"{size(one.packed)} ({size(one.bytes)} unpacked)", _label(dict(one.label))]
+        about = [one.name, f"{size(one.packed)} ({size(one.bytes)} unpacked)", ", ".join(one.recipes) or "(no recipe)"]
         about.append(f"from {one.about.get('from')}, {when(one.at)}")
-        console.print(plain("  " + "  ".join(about)), soft_wrap=True)
-        console.print(plain(f"    {parts_line(one.parts.to_json())}"), soft_wrap=True)
+        _say(console, "  " + "  ".join(about))
+        _say(console, f"    {parts_line(one.parts.to_json())}")
 
 
 def print_verified(console: Console, place: str, snapshots: Sequence[Mapping[str, Any]]) -> None:
     """Snapshot by snapshot, with the files that are not as they should be."""
 
     def say(text: str) -> None:
-        console.print(plain(text), soft_wrap=True)
+        _say(console, text)
 
     if not snapshots:
         say(f"{place}: no compile caches")
@@ -143,9 +153,9 @@ def print_verified(console: Console, place: str, snapshots: Sequence[Mapping[str
 def print_gc(console: Console, place: str, plan: Mapping[str, Any]) -> None:
     """What could go and what stays, with bytes."""
     for item in plan["kept"]:
-        console.print(plain(f"  keep    {_item(item)}: {', '.join(folded(item['why']))}"), soft_wrap=True)
+        _say(console, f"  keep    {_item(item)}: {', '.join(folded(item['why']))}")
     for item in plan["removed"]:
-        console.print(plain(f"  remove  {_item(item)}: {item['why']}"), soft_wrap=True)
+        _say(console, f"  remove  {_item(item)}: {item['why']}")
     freed = int(plan["freed"])
     count = _count(len(plan["removed"]), "cache")
     console.print(f"{place}: {count} to remove, {freed:,} bytes ({size(freed)})", soft_wrap=True)

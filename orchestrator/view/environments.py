@@ -11,6 +11,8 @@ from rich.console import Console
 from orchestrator.generations import Change
 from orchestrator.view.text import duration, size
 
+_FILES = _FINDINGS = 20  # that are named of a polluted environment
+
 
 def print_list(console: Console, place: str, found: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]]) -> None:
     """The environments at a place, then each recipe's generations, the newest last."""
@@ -58,6 +60,24 @@ def generation_line(one: Mapping[str, Any]) -> str:
     return "  ".join(part for part in parts if part)
 
 
+def _found(findings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is wrong, and in which files: of both the first, and how many more."""
+    lines, left = [], _FILES
+    if len(findings) > _FINDINGS:  # so many are packages; what else there is comes first
+        findings = sorted(findings, key=lambda finding: bool(finding["kind"] == "distribution"))
+    for finding in findings[:_FINDINGS]:
+        names = finding["files"][:left]
+        left -= len(names)
+        lines += [f"  {finding['text']}", *(f"    {name}" for name in names)]
+        if finding["count"] > len(names) and names:
+            lines.append(f"    … and {finding['count'] - len(names):,} more")
+    more = len(findings) - _FINDINGS
+    if more > 0:
+        count = sum(finding["count"] for finding in findings[_FINDINGS:])
+        lines.append(f"  … and {more:,} more like these, in {_count(count, 'file')}: --json names them")
+    return lines
+
+
 def print_checked(console: Console, place: str, reports: Sequence[Mapping[str, Any]]) -> None:
     """What a check found, environment by environment."""
     if not reports:
@@ -71,12 +91,8 @@ def print_checked(console: Console, place: str, reports: Sequence[Mapping[str, A
             console.print(f"{name}: clean, {count:,} files {how} in {seconds:.2f} s", soft_wrap=True)
         else:
             console.print(f"{name}: POLLUTED: {one['summary']}", soft_wrap=True)
-            for finding in one["findings"]:
-                console.print(f"  {finding['text']}", soft_wrap=True)
-                for path in finding["files"][:20]:
-                    console.print(f"    {path}", soft_wrap=True)
-                if finding["count"] > 20:
-                    console.print(f"    … and {finding['count'] - 20} more", soft_wrap=True)
+            for line in _found(one["findings"]):
+                console.print(line, soft_wrap=True)
             console.print(f"  it lies in {one['path']}", soft_wrap=True)
             for user in (*one["runs"], *(f"process {process}" for process in one["processes"])):
                 console.print(f"  still used by {user}", soft_wrap=True)
@@ -95,8 +111,10 @@ def print_change(
             console.print(f"  {what}: no change", soft_wrap=True)
             continue
         console.print(f"  {what}: {lines[0]}", soft_wrap=True)
-        for line in lines[1:]:
+        for line in lines[1 : 1 + _FILES]:
             console.print(f"    {line}", soft_wrap=True)
+        if len(lines) > 1 + _FILES:
+            console.print(f"    … and {len(lines) - 1 - _FILES:,} more: --json names them", soft_wrap=True)
 
 
 def print_gc(console: Console, place: str, found: Mapping[str, Any]) -> None:

@@ -102,6 +102,9 @@ def test_back_to_what_worked(workstation, lab, place, broken):
     (workstation.directory / "edit/trainer/__init__.py").write_text("raise SystemExit('a dirty edit')\n")
     (workstation.directory / "edit/trainer/more.py").write_text("")
     lock(workstation, "2.0")
+    # against what launches would take, which nothing was launched with yet
+    told = edited(workstation, "rollback-env", "work", place, code=5).stdout
+    assert "tiny 2.0 → 1.0" in told and "trainer/more.py removed" in told and "of the working tree" in told
     edited(workstation, "launch", "work", code=1)
     assert [one["standing"] for one in listed(workstation, place)["generations"]] == ["good", "bad"]
     bad = provenance(workstation, lab, place, latest(workstation, place))
@@ -109,7 +112,7 @@ def test_back_to_what_worked(workstation, lab, place, broken):
     if broken == "cannot be read":
         workstation.write("recipes/envs/tiny/requirements.lock", "tiny>=2\n")
 
-    refused = workstation.orch("rollback-env", "work", place, code=5)
+    refused = edited(workstation, "rollback-env", "work", place, code=5)
     assert "tiny 2.0 → 1.0" in refused.stdout and "trainer/__init__.py changed" in refused.stdout
     assert "trainer/more.py removed" in refused.stdout and f"orch rollback-env work {place} --yes" in refused.stderr
     assert listed(workstation, place)["pin"] is None

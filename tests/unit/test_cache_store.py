@@ -24,7 +24,7 @@ from orchestrator.compile_cache.store import Store, verify
 from orchestrator.config.models import Host, Place
 from orchestrator.errors import NotFound, OrchError, UsageError
 from orchestrator.place.session import open_session
-from orchestrator.remote import cache_files
+from orchestrator.remote import cache_files, cache_store
 from tests.unit.test_cache_key import BASE
 
 CONTENTS = st.lists(
@@ -399,7 +399,9 @@ def test_a_cache_comes_back_as_it_was(session, store, tmp_path):
     one = stored(store)
     staging.push(session, one)
     other = Store(tmp_path / "other")
+    cache_store.used(str(session.root), one.key, {"recipe": "longer", "at": 1.0})
     back, received = staging.pull(session, one.key, None, other)
+    assert staging.named(other, "longer") == staging.named(other, "demo") == back
     assert (back.digest, back.parts, back.label["recipe"]) == (one.digest, BASE, "demo") and received > 0
     assert verify(back).sound and back.manifest()["files"] == one.manifest()["files"]
     assert staging.pull(session, one.key, None, other) == (back, 0)

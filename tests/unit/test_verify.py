@@ -70,6 +70,17 @@ def test_a_package_that_was_installed_is_named(env, tmp_path):
     assert finding["count"] >= 4 and any(name.endswith("sglang/__init__.py") for name in finding["files"])
 
 
+def test_very_many_are_told_in_a_few_words(env):
+    for number in range(9):
+        folder = site(env) / f"d{number}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: d{number}\nVersion: 1.0\n")
+        (folder / "RECORD").write_text(f"d{number}-1.0.dist-info/METADATA,,\n")
+    report = check(env)
+    assert report["summary"].endswith("; 4 more like these") and report["summary"].count("installed") == 5
+    assert len(report["findings"]) == 9
+
+
 def test_what_came_with_it_is_named_too(env, tmp_path):
     install(env, make_wheel(tmp_path / "more", "sglang", "0.5.9"))
     (site(env) / "tiny/__init__.py").write_text("patched\n")

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from orchestrator.view.cache import folded, print_list, recipes
+from orchestrator.view.environments import print_checked
 from orchestrator.view.status import log_lines
 from orchestrator.view.text import duration, mebibytes, printable, rate, size
 
@@ -47,3 +52,51 @@ def test_nothing_that_moves_the_cursor_is_left(text):
 def test_a_line_without_end_is_shown_by_its_beginning():
     assert printable("x" * 10_000_000) == "x" * 499 + "…"
     assert len(log_lines(b"x" * 10_000_000 + b"\ny")[0]) == 500
+
+
+def test_of_an_environment_that_is_polluted_all_over_the_first_files_are_shown():
+    findings = [
+        {
+            "kind": "distribution",
+            "text": f"d{n} was installed",
+            "count": 300,
+            "files": [f"d{n}/{i}" for i in range(200)],
+        }
+        for n in range(400)
+    ]
+    findings.append({"kind": "changed", "text": "1 file changed in torch/", "count": 1, "files": ["torch/a.py"]})
+    report = {"id": "e", "name": "fake", "clean": False, "summary": "much", "findings": findings, "path": "/p"}
+    out = io.StringIO()
+    print_checked(Console(file=out), "local", [{**report, "runs": [], "processes": [], "notes": []}])
+    lines = out.getvalue().splitlines()
+    assert len(lines) < 50 and lines[1:3] == ["  1 file changed in torch/", "    torch/a.py"]
+    assert "    … and 281 more" in lines and "  … and 381 more like these, in 114300 files: --json names them" in lines
+
+
+def cache_of(**more):
+    snapshot = {"digest": "d" * 16, "files": 9, "bytes": 10, "made": 1.0, "from": "r", "cold_seconds": 5.0, "why": None}
+    snapshot["kept_by"] = [f"generation {n} of demo is good" for n in range(1, 31)] + ["demo-1 uses it"]
+    return {"key": "a" * 16, "bytes": 10, "parts": {}, "snapshots": [{**snapshot, **more}], "current": "d" * 16}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_list_of_caches_is_broken_between_words_on_a_terminal_alone(terminal):
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=terminal, color_system=None)
+    print_list(console, "local", [cache_of()])
+    lines = out.getvalue().splitlines()
+    assert (max(map(len, lines)) <= 60) == terminal
+    text = " ".join(out.getvalue().split())
+    assert "… 28, 29, 30 (30 in all) of demo are good demo-1 uses it" in text and "unknown: its key.json" in text
+
+
+def test_a_snapshot_that_cannot_be_used_says_nothing_else():
+    out = io.StringIO()
+    print_list(Console(file=out), "local", [cache_of(why="manifest.json: broken", files=None, kept_by=[])])
+    assert f"    {'d' * 16}  cannot be used: manifest.json: broken" in out.getvalue().splitlines()
+
+
+def test_whose_a_cache_is():
+    assert recipes({"label": {"recipe": "a", "recipes": ["b"]}, "uses": {"recipes": ["a", "c"]}}) == ["a", "b", "c"]
+    assert recipes({"label": None}) == [] == recipes({"label": {"recipes": "junk"}, "uses": {"recipes": 5}})
+    assert folded(["generation 3 of x is good"]) == ["generation 3 of x is good"]
