@@ -74,7 +74,7 @@ def list_command(place: str | None, *, here: bool, explain: bool, json: bool) ->
             if found is None:
                 out.print(f"{name}: {error}", soft_wrap=True)
             else:
-                print_list(out, name, found["caches"])
+                print_list(out, name, found["caches"], found.get("unknown"))
         if here or place is None:
             print_stored(out, stored)
     _raise(failed, places)

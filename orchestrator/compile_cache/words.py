@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from orchestrator.compile_cache.key import Prediction
 
 
+_ASIDE = ", as its snapshot was moved aside"
+
+
 def took(seconds: float) -> str:
     """A duration in words: `47 s`, `6 m 12 s`, `1 h 04 m`."""
     whole = max(0, round(seconds))
@@ -68,11 +71,13 @@ def compiling(cache: Mapping[str, Any] | None, found: Mapping[str, Any] | None) 
     if not found or not (hits or misses or rebuilt):
         if found and found.get("done"):
             return "nothing to compile"
+        if predicted and cache.get("moved_aside"):
+            return f"cold expected{_ASIDE}"
         return _expected(cache) if predicted else ""
     of = f"{hits} of {hits + misses} hits"
     if misses:
         why = ", which its key did not predict" if predicted == "warm" else _because(cache)
-        why = ", as its snapshot was moved aside" if cache.get("moved_aside") else why
+        why = _ASIDE if cache.get("moved_aside") else why
         return f"cold: {misses} miss{'' if misses == 1 else 'es'}{why}{_last_cold(cache)}"
     if rebuilt:
         why = f": {', '.join(_reasons(cache))}" if predicted == "rebuild" else ", which its key did not predict"

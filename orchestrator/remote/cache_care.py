@@ -27,7 +27,7 @@ Inode = Tuple[int, int]
 
 def cache_list(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     """`{key}` (null: all) -> `{"caches": [{"key", "parts", "label", "made", "current", "bytes", "snapshots", "aside",
-    "uses"}], "bytes"}`, the newest used first.
+    "uses"}], "bytes", "unknown"}`, the newest used first.
 
     `snapshots`: `[{"digest", "bytes", "files" (a count), "made", "from", "parent", "cold_seconds", "kept_by": [why]}]`,
     the newest first; one whose manifest cannot be read has `"why"` and nulls. `aside`: `[{"name", "bytes", "why",
@@ -35,10 +35,14 @@ def cache_list(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
     "cold_seconds", "warm_seconds", "saved_seconds"}`: `recipes` by their names; runs that began with all graphs there,
     and with nothing; graphs; what the last cold and the last warm compile took; `saved_seconds`: the sum over warm runs
     of what the cold compile before took longer, null where no cold one is known. `bytes` on the disk, shared files
-    counted once.
+    counted once. `unknown`: null, or why nobody can say what is kept by whom; each `kept_by` is then null.
     """
     root = call.root
-    named = store.named(root)
+    named, unknown = None, None
+    try:
+        named = store.named(root)
+    except OpError as error:  # no reason to show nothing; to remove something it is
+        unknown = error.message
     found, whole = [], {}
     for key in _chosen(root, args.get("key")):
         about = store.about(root, key)
@@ -49,7 +53,7 @@ def cache_list(args: Dict[str, Any], call: Call) -> Dict[str, Any]:
         one.update(snapshots=_snapshots(root, key, named), aside=_aside(root, key), uses=_uses(store.uses(root, key)))
         found.append(one)
     found.sort(key=lambda one: -(one["uses"]["last_at"] or one["made"] or 0.0))
-    return {"caches": found, "bytes": sum(whole.values())}
+    return {"caches": found, "bytes": sum(whole.values()), "unknown": unknown}
 
 
 def _chosen(root: str, key: Any) -> List[str]:
@@ -60,14 +64,14 @@ def _chosen(root: str, key: Any) -> List[str]:
     return [str(key)]
 
 
-def _snapshots(root: str, key: str, named: Dict[str, List[str]]) -> List[Dict[str, Any]]:
+def _snapshots(root: str, key: str, named: Optional[Dict[str, List[str]]]) -> List[Dict[str, Any]]:
     found = []
     for digest in store.snapshots(root, key):
         manifest, why = store.read_manifest(root, key, digest)
         names = ("bytes", "made", "from", "parent", "cold_seconds")
         one: Dict[str, Any] = {"digest": digest, "why": why, "files": manifest and len(manifest["files"])}
         one.update({name: (manifest or {}).get(name) for name in names})
-        one["kept_by"] = named.get("%s/%s" % (key, digest), [])
+        one["kept_by"] = None if named is None else named.get("%s/%s" % (key, digest), [])
         found.append(one)
     return sorted(found, key=lambda one: -(one["made"] or 0.0))
 

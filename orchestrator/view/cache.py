@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 _SHOWN = 20  # files that are named
 
 
-def print_list(console: Console, place: str, caches: Sequence[Mapping[str, Any]]) -> None:
-    """The caches at a place, the newest used first."""
+def print_list(console: Console, place: str, caches: Sequence[Mapping[str, Any]], unknown: str | None = None) -> None:
+    """The caches at a place, the newest used first. `unknown`: why nobody can say what is kept by whom."""
 
     def say(text: str) -> None:
         _say(console, text)
 
     say(f"{place}: {_count(len(caches), 'compile cache')}")
+    if unknown:
+        say(f"  who needs them is unknown: {unknown}")
     for one in caches:
         names = ", ".join(recipes(one)) or "(no recipe)"
         say(f"  {one['key']}  {size(one.get('bytes'))}  {names}  {_uses(one.get('uses') or {})}")

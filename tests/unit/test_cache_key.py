@@ -185,6 +185,7 @@ def test_the_very_key_is_warm_and_the_nearest_relative_explains_a_cold_one():
     assert predict(BASE, None, [far, other, near]).because == ("triton 3.4 → 3.5.1",)
     assert predict(BASE, None, [far, other, near, seed]).seed == seed.name
     assert predict(BASE, None, []).because == ("nothing was compiled for it yet",)
+    assert predict(BASE, None, [], last_cold=(372.0, 1.0)).because == ("no cache of it is there any more",)
 
 
 def test_a_cache_travels_as_a_seed_only_where_all_its_graphs_are_wanted():
@@ -214,6 +215,7 @@ def test_no_run_begins_with_what_another_torch_wrote(parts, others):
 
 COLD = {"predicted": "cold", "because": ["triton 3.5.1 → 3.6.0"], "last_cold_seconds": 372.0}
 REBUILD = {"predicted": "rebuild", "because": ["environment /a → /b"]}
+ASIDE = {"predicted": "warm", "moved_aside": {"snapshot": "a/b", "why": "file too short"}}
 HITS, MISS = {"hits": 3, "misses": 0, "rebuilt": 0}, {"hits": 2, "misses": 1, "rebuilt": 1}
 
 
@@ -227,6 +229,8 @@ HITS, MISS = {"hits": 3, "misses": 0, "rebuilt": 0}, {"hits": 2, "misses": 1, "r
         (REBUILD, {"hits": 2, "misses": 0, "rebuilt": 2}, "C++ rebuild: environment /a → /b; 2 of 2 hits"),
         (REBUILD, {}, "C++ rebuild expected because environment /a → /b"),
         ({"predicted": "warm"}, MISS, "cold: 1 miss, which its key did not predict"),
+        (ASIDE, MISS, "cold: 1 miss, as its snapshot was moved aside"),
+        (ASIDE, None, "cold expected, as its snapshot was moved aside"),
         ({"predicted": "warm"}, {"hits": 1, "rebuilt": 1}, "C++ rebuild, which its key did not predict; 1 of 1 hits"),
         (None, {"hits": 0, "misses": 2}, "cold: 2 misses"),
         (COLD, HITS, "warm, 3 of 3 hits"),

@@ -495,6 +495,9 @@ def test_a_collection_keeps_what_somebody_names(tmp_path: Path) -> None:
     (run / "state.json").write_text("{")
     with pytest.raises(OpError, match="what it needs is unknown"):
         care(tmp_path, "cache_gc", older_days=0, larger_bytes=0, dry_run=False)
+    shown = care(tmp_path, "cache_list")
+    assert "what it needs is unknown" in shown["unknown"] and len(shown["caches"][0]["snapshots"]) == 3
+    assert shown["caches"][0]["snapshots"][0]["kept_by"] is None
 
 
 def test_a_run_whose_runner_was_killed_holds_nothing(tmp_path: Path) -> None:
