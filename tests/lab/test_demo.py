@@ -46,7 +46,8 @@ def console_log(lab, run):
 def test_from_first_contact_to_the_end(bare_lab, workstation):
     """Everything travels: uv, wheels for the container's Python, the trainer with its assets. Then it trains, and
     what it reports is held to what the demo promises."""
-    done = workstation.orch("launch", "demo", "--place", PLACE, timeout=1400)
+    # with one thread: two that wait for each other's parts crawl where others want the cores as well
+    done = workstation.orch("launch", "demo", "--place", PLACE, "--set", "settings.threads=1", timeout=1400)
     assert "finished" in done.stdout
     (run,) = workstation.runs(PLACE)
     assert run["phase"] == "finished" and run["exit"]["code"] == 0
