@@ -1,6 +1,6 @@
 """torchrun's store, spoken to without torch, which takes seconds to import and a rank can end in these.
 
-Four of the requests of `torch.distributed.TCPStore`, as its servers understand them since torch 2.2: a byte that says
+Five of the requests of `torch.distributed.TCPStore`, as its servers understand them since torch 2.2: a byte that says
 which, then keys and values, each after its length in eight bytes of this machine's order; answers likewise. Keys are
 those of a `PrefixStore`. A server that does not understand us closes the connection, which is told as its silence is.
 """

@@ -102,24 +102,21 @@ class Lab:
         """A place in the lab; None is its host."""
         return Place(self.host(**more), container)
 
-    def hosts_yaml(self, folder: Path) -> Path:
-        """A hosts.yaml with this lab's host, for the command line."""
+    def hosts_yaml(self, folder: Path, *, local_root: Path | None = None) -> Path:
+        """A hosts.yaml with this lab's host, for the command line. `local_root`: the root of the place `local`."""
         path = folder / "hosts.yaml"
         containers = {vmid: {"kind": "pct"} for vmid in self.vmids}
-        # JSON is YAML
-        path.write_text(
-            json.dumps(
-                {
-                    "hosts": {
-                        "pve": {
-                            "ssh": {"host": "pve", "ssh_config": str(self.ssh_config)},
-                            "containers": containers,
-                        }
-                    }
-                }
-            )
-        )
+        hosts: dict[str, Any] = {
+            "pve": {"ssh": {"host": "pve", "ssh_config": str(self.ssh_config)}, "containers": containers}
+        }
+        if local_root is not None:
+            hosts["local"] = {"root": str(local_root)}
+        path.write_text(json.dumps({"hosts": hosts}))  # JSON is YAML
         return path
+
+    def members(self) -> list[dict[str, str]]:
+        """`places:` of a recipe over every container, by the addresses that a lab of its own network has given them."""
+        return [{"place": f"pve/{vmid}", "address": self.info["addresses"][vmid]} for vmid in self.vmids]
 
     def run(
         self, *argv: str, vmid: str | None = None, check: bool = True, **more: Any

@@ -11,18 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import until
+
 PLACE = "pve/200"
 # The steps and the share of the prompts that show the same in a shorter time.
 SHORT = ("--set", "settings.steps=30", "--set", "settings.evaluate.every=1000")
-
-
-def until(condition, seconds=90.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +98,7 @@ def test_stopped_half_way_and_seen_from_a_second_workstation(bare_lab, workstati
         return next(run for run in second.runs(PLACE) if run["phase"] not in ("finished", "failed", "stopped"))
 
     run = current()["run"]
-    assert until(lambda: (current()["step"] or 0) >= 3), current()
+    assert until(lambda: (current()["step"] or 0) >= 3, 90.0), current()
     assert current()["tmux"]["session"] is True
     assert second.orch("logs", run, "--tail", "2").stdout
     assert "step" in second.orch("logs", run, "--pane").stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import time
 import pytest
 
 from orchestrator.launch import STEPS
+
+from .conftest import until
 
 # What `orch launch` does, by a process that kills itself at a given point of it.
 KILLED = """
@@ -46,21 +47,9 @@ POINTS += [("during", "environment"), ("during", "code")]
 @pytest.fixture
 def workstation(make_workstation, lab, tmp_path):
     station = make_workstation("first")
-    lab.hosts_yaml(station.directory)
-    hosts = json.loads((station.directory / "hosts.yaml").read_text())
-    hosts["hosts"]["local"] = {"root": str(tmp_path / "root")}
-    station.write("hosts.yaml", json.dumps(hosts))
+    lab.hosts_yaml(station.directory, local_root=tmp_path / "root")
     station.tiny_environment()
     return station
-
-
-def until(condition, seconds=15.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def starts(lab, station, place, name):
@@ -89,7 +78,7 @@ def test_killed_and_launched_again(lab, workstation, place, moment, step):
 
     again = workstation.orch("launch", name, "--place", place, "--detach")
 
-    until(lambda: bool(starts(lab, workstation, place, name)))
+    until(lambda: bool(starts(lab, workstation, place, name)), 15.0)
     time.sleep(0.3)
     assert len(starts(lab, workstation, place, name)) == 1
     mine = [run for run in workstation.runs(place) if run["recipe"] == name]
@@ -142,7 +131,7 @@ def test_two_launches_at_once_from_two_workstations(lab, make_workstation, works
     words = "".join((out + err).decode() for (out, err), _ in outcomes)
     assert codes in ([0, 5], [0, 0]), words  # 0, 0: the second came when the first had handed over already
     assert ("is being launched already, by tester" in words) or ("already" in words), words
-    assert until(lambda: bool(starts(lab, workstation, "pve/201", "twice")))
+    assert until(lambda: bool(starts(lab, workstation, "pve/201", "twice")), 15.0)
     time.sleep(0.3)
     assert len(starts(lab, workstation, "pve/201", "twice")) == 1
     (run,) = [run for run in other.runs("pve/201") if run["recipe"] == "twice"]

@@ -39,10 +39,7 @@ def place(request):
 def station(make_workstation, lab, place, tmp_path):
     station = make_workstation("project")
     lab.forget()
-    lab.hosts_yaml(station.directory)
-    hosts = json.loads((station.directory / "hosts.yaml").read_text())
-    hosts["hosts"]["local"] = {"root": str(tmp_path / "root")}
-    station.write("hosts.yaml", json.dumps(hosts))
+    lab.hosts_yaml(station.directory, local_root=tmp_path / "root")
     station.tiny_environment()
     command = ["{python}", "train.py"]
     keys = {"environment": "tiny", "code": ".", "command": command, "health": {"step": 3}, "stop_grace": 1}

@@ -34,10 +34,7 @@ def place(request):
 def workstation(make_workstation, lab, place, tmp_path, monkeypatch):
     station = make_workstation("first")
     lab.forget()
-    lab.hosts_yaml(station.directory)
-    hosts = json.loads((station.directory / "hosts.yaml").read_text())
-    hosts["hosts"]["local"] = {"root": str(tmp_path / "root")}
-    station.write("hosts.yaml", json.dumps(hosts))
+    lab.hosts_yaml(station.directory, local_root=tmp_path / "root")
     station.recipe(
         "work", environment="tiny", place=place, command=["{python}", "-c", TRAINER], health={"step": 3}, stop_grace=1
     )

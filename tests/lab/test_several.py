@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 
 import pytest
+
+from .conftest import until
 
 PLACES = ("pve/200", "pve/201")
 SECONDS = 10.0  # in which everything has to end everywhere
@@ -91,19 +92,15 @@ def station(make_workstation, two):
     return station
 
 
-def places(lab):
-    return [{"place": f"pve/{vmid}", "address": lab.info["addresses"][vmid]} for vmid in lab.vmids]
-
-
 def recipe(station, lab, name, steps=100000, more=(), **keys):
     command = ["{python}", "/lab/program.py", str(steps), *more]
-    station.recipe(name, **{"places": places(lab), "environment": "tiny", "command": command, **keys})
+    station.recipe(name, **{"places": lab.members(), "environment": "tiny", "command": command, **keys})
 
 
 def launch(station, lab, name, **keys):
     recipe(station, lab, name, **keys)
     run = station.json("launch", name, "--detach")["run"]
-    assert until(lambda: (rows(station, run)["pve/200"]["step"] or 0) > 3), rows(station, run)
+    assert until(lambda: (rows(station, run)["pve/200"]["step"] or 0) > 3, 30.0), rows(station, run)
     return run
 
 
@@ -111,15 +108,6 @@ def rows(station, run):
     """The run at each of its places."""
     reports = station.json("status", run, code=None)["places"]
     return {report["place"]: report["runs"][0] for report in reports if report["runs"]}
-
-
-def until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def pids(lab, vmid, *marks):
@@ -162,7 +150,7 @@ def test_to_the_end_as_one(station, two):
 
 
 def test_an_address_that_is_not_there_and_a_way_that_is_closed(station, two):
-    wrong = places(two)
+    wrong = two.members()
     wrong[1]["address"] = "192.0.2.77"
     recipe(station, two, "wrong", places=wrong)
     refused = station.orch("launch", "wrong", "--detach", code=5)
@@ -204,7 +192,7 @@ def test_a_runner_that_is_killed_is_missed_and_what_became_of_its_place_is_unkno
     runner = json.loads(two.run("cat", f"/var/lib/orch/runs/{run}/state.json", vmid="201").stdout)["runner"]["pid"]
     two.run("kill", "-9", str(runner), vmid="201")
     assert until(lambda: not pids(two, "200", f"ORCH_RUN_ID={run}"), SECONDS)
-    assert until(lambda: rows(station, run)["pve/200"]["exit"])
+    assert until(lambda: rows(station, run)["pve/200"]["exit"], 30.0)
     found = rows(station, run)
     assert found["pve/200"]["first"]["kind"] == "silent" and found["pve/200"]["first"]["place"] == "pve/201"
     assert found["pve/201"]["phase"] == "lost"
@@ -257,9 +245,9 @@ def test_a_run_goes_on_without_a_place_that_is_lost(station, two):
     """The one that leads has the checkpoints: without it there is nothing to go on from."""
     recipe(station, two, "elastic", steps=60, more=["hold"], elastic={"least": 1})
     one = station.json("launch", "elastic", "--detach")["run"]
-    assert until(lambda: rows(station, one)["pve/200"]["step"] == 25)  # and on that it stays
+    assert until(lambda: rows(station, one)["pve/200"]["step"] == 25, 30.0)  # and on that it stays
     two.run("lxc-stop", "-k", "-n", "200")
-    assert until(lambda: rows(station, one)["pve/201"]["exit"])
+    assert until(lambda: rows(station, one)["pve/201"]["exit"], 30.0)
     refused = station.orch("launch", "elastic", "--detach", code=5).stderr
     assert f"{one} cannot go on: pve/201 has no checkpoint of it, and pve/200" in refused
     assert "orch launch elastic --new" in refused
@@ -268,9 +256,9 @@ def test_a_run_goes_on_without_a_place_that_is_lost(station, two):
     again = station.orch("launch", "elastic", "--detach").stdout
     assert f"from step 20 of {one}, which lost pve/200" in again, again
     other = max(row["run"] for row in rows(station, "elastic").values())
-    assert until(lambda: rows(station, other)["pve/200"]["step"] == 45)
+    assert until(lambda: rows(station, other)["pve/200"]["step"] == 45, 30.0)
     two.run("lxc-stop", "-k", "-n", "201")
-    assert until(lambda: rows(station, other)["pve/200"]["exit"])
+    assert until(lambda: rows(station, other)["pve/200"]["exit"], 30.0)
 
     plan = station.json("plan", "elastic")
     assert plan["place"] == "pve/200" and "without pve/201: no answer" in plan["steps"][1]["what"]

@@ -4,9 +4,10 @@ without one of the containers they go on."""
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
+
+from .conftest import until
 
 PROGRAM = """
 import os, time
@@ -38,15 +39,6 @@ def two(make_module_lab):
     return lab
 
 
-def until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
-
-
 def ranks(lab, vmid, run):
     """The processes of the run in a container, by rank; those without one are torchrun and its helpers."""
     script = 'for p in /proc/[0-9]*; do tr "\\0" " " <$p/environ; echo " ${p#/proc/}"; done'
@@ -60,7 +52,7 @@ def test_a_killed_rank_of_a_real_torchrun(make_workstation, two):
     two.hosts_yaml(station.directory)
     station.recipe(
         "pair",
-        places=[{"place": f"pve/{vmid}", "address": two.info["addresses"][vmid]} for vmid in two.vmids],
+        places=two.members(),
         environment="demo",
         command=TORCHRUN,
         env={"OMP_NUM_THREADS": "1"},
@@ -109,7 +101,7 @@ def test_the_trainer_goes_on_at_the_place_that_is_left_as_if_nothing_had_happene
     two.hosts_yaml(station.directory)
     station.recipe(
         "elastic",
-        places=[{"place": f"pve/{vmid}", "address": two.info["addresses"][vmid]} for vmid in two.vmids],
+        places=two.members(),
         elastic={"least": 1},
         environment="demo",
         settings=SETTINGS,
