@@ -42,7 +42,8 @@ def test_a_parcel_is_one_buffer_that_its_parts_fill(rows, length, features, hidd
 
 
 class Wire:
-    """In place of torch.distributed, for all ranks of one process: a group knows whose it is."""
+    """In place of torch.distributed, for all ranks of one process: a group knows whose it is, and its wire. So a thread
+    that outlives its test takes nothing of the next one's."""
 
     def __init__(self):
         self.channels: dict[tuple[int, int, int], queue.Queue] = {}
@@ -54,11 +55,11 @@ class Wire:
 
     def send(self, tensor, peer, *, group, tag=0):
         received = threading.Event()
-        self.channel(group.rank, peer, tag).put((tensor.clone(), received))
+        group.wire.channel(group.rank, peer, tag).put((tensor.clone(), received))
         assert received.wait(LIMIT)
 
     def recv(self, tensor, peer, *, group, tag=0):
-        came, received = self.channel(peer, group.rank, tag).get(timeout=LIMIT)
+        came, received = group.wire.channel(peer, group.rank, tag).get(timeout=LIMIT)
         tensor.copy_(came)
         received.set()
 
@@ -74,7 +75,7 @@ def world_of(topology: Topology, rank: int) -> World:
         for drafter in range(topology.targets, topology.world)
         if rank in (target, drafter)
     ]
-    groups = {pair: SimpleNamespace(rank=rank) for pair in pairs}
+    groups = {pair: SimpleNamespace(rank=rank, wire=pipeline.dist) for pair in pairs}
     return World(topology=topology, role=role, device=torch.device("cpu"), timeout=LIMIT, control=groups, data=groups)
 
 
@@ -182,7 +183,7 @@ def test_a_better_split_is_advised_from_what_both_sides_took(make, eat, says, mo
 
 def requests_of(topology: Topology, wire: Wire, monkeypatch) -> tuple[Requests, SimpleNamespace]:
     monkeypatch.setattr(pipeline, "dist", wire)
-    return Requests(world_of(topology, 0)), SimpleNamespace(rank=1)
+    return Requests(world_of(topology, 0)), SimpleNamespace(rank=1, wire=wire)
 
 
 def test_a_drafter_that_asks_out_of_turn_is_refused(monkeypatch):
@@ -228,7 +229,7 @@ def test_a_target_whose_connection_breaks_in_a_thread_of_it_does_not_wait_for_ev
     monkeypatch.setattr(pipeline, "dist", wire)
     sender = Sender(world_of(Topology(mode="split"), 0), PARCEL)
     if at == "send":
-        drafter = SimpleNamespace(rank=1)
+        drafter = SimpleNamespace(rank=1, wire=wire)
         wire.send(torch.tensor([0]), 0, group=drafter, tag=pipeline.ASK)
     caught: list[BaseException] = []
 
