@@ -19,11 +19,16 @@ from orchestrator.user import user_name
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step of the launch: what it finds in place or would do, and the bytes it would stream."""
+    """One step of the launch: what it finds in place or would do, and the bytes it would stream.
+
+    `how` is one of `expect`'s ways, or "refused" where the launch would end with this step; "" means streamed where
+    there are bytes, and in place where there are none.
+    """
 
     name: str
     what: str
     bytes: int = 0
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,9 @@ def _merged(all_: Sequence[Launch], steps: Sequence[PlannedStep]) -> PlannedStep
     told = [one.what for one in steps]
     if steps[0].name in ("resolve", "claim"):
         told = told[:1]  # which run it is the first place says
-    return PlannedStep(steps[0].name, in_one_line(all_, told), sum(one.bytes for one in steps))
+    ways = [one.how for one in steps]
+    how = next((how for how in ("refused", "built", "streamed") if how in ways), ways[0])
+    return PlannedStep(steps[0].name, in_one_line(all_, told), sum(one.bytes for one in steps), how)
 
 
 def plan_launch(launch: Launch) -> LaunchPlan:
@@ -142,10 +149,12 @@ def _pinned(launch: Launch, pin: Pinned, steps: list[PlannedStep], requests: lis
     state = f"polluted, so it would be refused: {polluted['summary']}" if polluted else "in place"
     state = state if found["present"] or polluted else "gone, so the launch would fail"
     of = f"of generation {pin.generation}"
-    steps.append(PlannedStep("environment", f"{pin.environment_name} {pin.environment} {of}, {state}"))
+    how = "in place" if state == "in place" else "refused"
+    steps.append(PlannedStep("environment", f"{pin.environment_name} {pin.environment} {of}, {state}", how=how))
     there = launch.connected.call("code_tree", {"digest": pin.code_digest}, timeout=120.0).data
     state = "in place" if there["intact"] else "changed, so it would be refused" if there["present"] else "gone"
-    steps.append(PlannedStep("code", f"{pin.code_digest} {of}, {state}"))
+    how = "in place" if state == "in place" else "refused"
+    steps.append(PlannedStep("code", f"{pin.code_digest} {of}, {state}", how=how))
     steps.append(PlannedStep("start", "the runner in tmux, which starts the trainer"))
     requests += [f"is environment {pin.environment} there, and clean?", f"is code/{pin.code_digest} there, and intact?"]
     if found["present"]:
@@ -161,7 +170,12 @@ def _pinned(launch: Launch, pin: Pinned, steps: list[PlannedStep], requests: lis
 def _environment(plan: EnvironmentPlan) -> tuple[PlannedStep, list[str]]:
     requests = [f"is environment {plan.id} there, and clean?"]
     if plan.polluted:
-        return PlannedStep("environment", f"{plan.id} is polluted, so it would be refused: {plan.polluted}"), requests
+        what = f"{plan.id} is polluted, so it would be refused: {plan.polluted}"
+        return PlannedStep("environment", what, how="refused"), requests
+    if plan.refused is not None:
+        what = f"{plan.id} is not there, and building it would be refused: {plan.refused.message}"
+        what += f"; try: {plan.refused.hint}" if plan.refused.hint else ""
+        return PlannedStep("environment", what, how="refused"), requests
     if plan.present:
         return PlannedStep("environment", f"{plan.id}, in place"), requests
     missing = [file for file in plan.files if not file.there]
@@ -172,7 +186,7 @@ def _environment(plan: EnvironmentPlan) -> tuple[PlannedStep, list[str]]:
         requests.append("which of its files are there?")
     requests += [f"put {file.name}" for file in missing]
     requests.append("build it, and verify it")
-    return PlannedStep("environment", what, plan.bytes_to_send or 0), requests
+    return PlannedStep("environment", what, plan.bytes_to_send or 0, "built"), requests
 
 
 def _cache(launch: Launch) -> tuple[PlannedStep, list[str]]:

@@ -20,7 +20,7 @@ from orchestrator.environment.relock import lock
 from orchestrator.environment.sending import ensure_uv, on_this_machine, send_wheels, there, wheel_path
 from orchestrator.environment.store import WheelStore
 from orchestrator.environment.target import PythonAtPlace, Target, choose_python, target_of
-from orchestrator.environment.torch_cpu import cpu_pins, unhashed, wants_cpu
+from orchestrator.environment.torch_cpu import build_of, cpu_pins, unhashed, wants_cpu
 from orchestrator.environment.uv_tool import uv_there, uv_to_send
 from orchestrator.environment.wheels import Trust, fetch, stored
 from orchestrator.errors import ConfigError, NotFound, OrchError, Refused, Unreachable
@@ -67,8 +67,11 @@ class EnvironmentPlan:
     bytes_to_send: int | None  # None while something has to be fetched first
     polluted: str = ""  # what is wrong with the one that is there: it would be refused
     source: str = "wheels of this machine"  # where the files come from
+    refused: OrchError | None = None  # what `ensure` would raise for what the lock lacks
 
     def __str__(self) -> str:
+        if self.refused:
+            return f"environment {self.id} cannot be built: {self.refused.message}"
         if self.polluted:
             return f"environment {self.id} is polluted: {self.polluted}"
         if self.present:
@@ -149,6 +152,8 @@ def plan(session: Session, spec: EnvironmentSpec, store: WheelStore | None = Non
         return EnvironmentPlan(wanted.id, wanted.target, found["path"], not polluted, (), 0, 0, polluted)
     named = source.explicit(session, wanted.pins)
     wheels, lacking = stored(wanted.pins, wanted.target, store) if named is None else ([], [])
+    if refused := _refused(spec, wanted, lacking, named is not None):
+        return EnvironmentPlan(wanted.id, wanted.target, found["path"], False, (), 0, 0, refused=refused)
     program = uv_there(session.hello) or uv_to_send(wanted.target, store, None)
     known = there(session, wheels, program)
     files = [PlannedFile(wheel.filename, wheel.size, wheel_path(wheel) in known) for wheel in wheels]
@@ -223,6 +228,17 @@ def ensure(
     return replace(built, notes=(*built.notes, *notes))
 
 
+def _refused(spec: EnvironmentSpec, wanted: Request, lacking: Sequence[Pin], downloads: bool) -> OrchError | None:
+    """Why no build can come of this lock, as far as it is known before anything is fetched."""
+    if (names := unlisted(spec.lock_text)) and not spec.allow_unhashed:
+        return _incomplete(spec, names)
+    if downloads:
+        bare = [str(pin) for pin in wanted.pins if not pin.hashes]
+    else:  # an index may vouch for a build of torch
+        bare = [str(pin) for pin in lacking if not pin.hashes and not build_of(pin) and _trust(spec) != "anyone"]
+    return unhashed(bare) if bare else None
+
+
 def _trust(spec: EnvironmentSpec) -> Trust:
     return "anyone" if spec.allow_unhashed else "index" if spec.index_hashes else "lock"
 
@@ -240,7 +256,11 @@ def _complete(session: Session, spec: EnvironmentSpec, wanted: Request) -> tuple
             return whole, request(
                 session, whole, PythonAtPlace(wanted.target.python_path, wanted.target.python_version)
             )
-    raise OrchError(
+    raise _incomplete(spec, lacking)
+
+
+def _incomplete(spec: EnvironmentSpec, lacking: Sequence[str]) -> OrchError:
+    return OrchError(
         f"requirements.lock of {spec.name} does not list {', '.join(lacking)}: no index that has it could be reached "
         f"{'from here' if spec.allow_unhashed else 'where it was made'}",
         hint=f"orch env lock {spec.name}, where one can be reached",

@@ -13,7 +13,7 @@ from orchestrator.environment.python_archive import at_hand
 from orchestrator.environment.store import WheelStore
 from orchestrator.errors import OrchError
 from orchestrator.place.session import Hello, Reply
-from tests.tiny_wheels import make_spec, make_wheel
+from tests.tiny_wheels import lock_text, make_spec, make_wheel
 
 
 def far(container):
@@ -117,3 +117,19 @@ def test_a_source_that_hosts_yaml_names_needs_no_wheels(tmp_path):
     planned = plan(session, spec, WheelStore(tmp_path / "store/wheels"))  # type: ignore[arg-type]
     assert str(planned) == f"environment {planned.id}: to build from /srv/wheels"
     assert {file.name for file in planned.files} == {"uv"}
+
+
+def test_a_lock_that_cannot_be_built_from_is_planned_as_refused(tmp_path):
+    wheels = [make_wheel(tmp_path / "links")]
+    store = WheelStore(tmp_path / "store/wheels")
+    whole = lock_text(wheels)
+    incomplete = make_spec(tmp_path, wheels, whole + "#     unlisted: the CUDA libraries that torch requires\n")
+    refused = plan(Scripted(hello()), incomplete, store).refused  # type: ignore[arg-type]
+    assert refused is not None and "does not list the CUDA libraries that torch requires" in refused.message
+    assert refused.hint == "orch env lock tiny, where one can be reached"
+    bare = make_spec(tmp_path, wheels, "tiny==1.0\n")
+    refused = plan(Scripted(hello()), bare, store).refused  # type: ignore[arg-type]
+    assert refused is not None and "no hash for tiny==1.0" in refused.message
+    may = bare.model_copy(update={"allow_unhashed": True})
+    assert plan(Scripted(hello()), may, store).refused is None  # type: ignore[arg-type]
+    assert plan(Scripted(hello()), make_spec(tmp_path, wheels), store).refused is None  # type: ignore[arg-type]
