@@ -22,6 +22,8 @@ BUILD_VERSION = 2
 
 # Packages that are needed and not even named: no environment can be built from this lock.
 UNLISTED = "#     unlisted: "
+# Says that no package is wanted: a lock without pins is taken for a damaged one otherwise.
+NOTHING = "# No package is wanted: Python's own library is all that is there."
 _MISSING = re.compile(r"^#     (unknown|unlisted): (.+)$", re.MULTILINE)
 _HASH = re.compile(r"--hash=(\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -65,7 +67,7 @@ def pins(lock_text: str, target: Target, *, where: str = "requirements.lock") ->
             problems.append(f"{where}:{number}: {pin.name} is pinned a second time for {target}")
         elif pin:
             found[pin.name] = pin
-    if not problems and not found:
+    if not problems and not found and NOTHING not in lock_text:
         problems.append(f"{where}: nothing is pinned for {target}")
     if problems:
         raise ConfigError(problems, hint="make the lock anew: orch env lock NAME")

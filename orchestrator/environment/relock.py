@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from orchestrator.environment.lock import UNLISTED, missing
+from orchestrator.environment.lock import NOTHING, UNLISTED, missing
 from orchestrator.environment.pip_settings import pip_settings, uv_environment, uv_flags
 from orchestrator.environment.progress import Progress, silent
 from orchestrator.environment.pylock import NamedWheel, read_pylock
@@ -101,7 +101,7 @@ def lock(directory: Path, progress: Progress = silent) -> str:
         progress("resolving", 0, None, "s")
         environment = _sufficient(work, pythons[0], environment, flags)
         text = _resolved(work, pythons[0], environment, flags, backend)
-        notes: list[str] = []
+        notes: list[str] = [] if given else [NOTHING]
         if backend == "cpu":
             listed = read_pylock(_compile(work, pythons[0], environment, flags, "pylock.toml"))
             plain = [wheel for wheel in listed if wheel.name == "torch" and "-macosx_" in wheel.filename]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.bundled import bundled_dir
-from orchestrator.environment.lock import environment_id, pins
+from orchestrator.environment.lock import NOTHING, environment_id, pins
 from orchestrator.environment.store import fits
 from orchestrator.environment.target import (
     PythonAtPlace,
@@ -93,6 +93,7 @@ def test_a_name_pinned_twice_for_one_target_is_an_error():
 def test_an_empty_lock_is_an_error():
     with pytest.raises(ConfigError, match="nothing is pinned"):
         pins("# nothing\n", linux())
+    assert pins(f"{NOTHING}\n", linux()) == []  # one that says that it is empty is none
 
 
 def test_ids_depend_on_pins_python_and_platform_alone():
