@@ -118,6 +118,13 @@ def test_torch_must_be_what_was_asked(session, links, store, tmp_path, version, 
     assert left(session) == []
 
 
+def test_of_an_indexs_usual_torch_the_hash_says_which_cuda_it_is_for(session, links, store, tmp_path):
+    text = FAKE_TORCH.format(version="2.13.0+cu130", cuda='"13.0"')
+    spec = make_spec(tmp_path, [make_wheel(links, "torch", "2.13.0", module=text)])
+    spec = spec.model_copy(update={"backend": "cu130"})
+    assert ensure(session, spec, store=store).manifest["torch"] == {"version": "2.13.0+cu130", "cuda": "13.0"}
+
+
 def test_a_torch_that_does_not_import_is_no_environment(session, links, store, tmp_path):
     spec = make_spec(tmp_path, [make_wheel(links, "torch", "2.13.0+cpu", module="raise ImportError('libx.so: none')")])
     with pytest.raises(
