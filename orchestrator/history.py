@@ -1,7 +1,7 @@
-"""The workstation's index of runs: which run is at which place.
+"""The workstation's index: which run is at which place, and how long the steps of launches took.
 
 The place is the truth. This file only saves the asking, and can be deleted at any time: a run that is
-not in it is looked for at every place, and put back.
+not in it is looked for at every place, and put back; how long steps take is learnt again from the next launches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-_SCHEMA = """
+_SCHEMA = (
+    """
 create table if not exists runs_at_places (
     run text not null,
     place text not null,
@@ -23,8 +24,20 @@ create table if not exists runs_at_places (
     created real not null,
     number integer not null,
     primary key (run, place)
+)""",
+    """
+create table if not exists step_times (
+    at real not null,
+    step text not null,
+    place text not null,
+    recipe text not null,
+    environment text not null,
+    how text not null,
+    bytes integer not null,
+    seconds real not null
+)""",
 )
-"""
+_MOST_TIMES = 2000  # the newest are kept: some two hundred launches
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,21 @@ class Entry:
     recipe: str
     created: float
     number: int = 0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long one step of one launch took. `place` names all of its places, as `orch plan` does; `how` is one of
+    `expect`'s ways; `environment` is an id, or "" where the step came before it was known."""
+
+    at: float  # Unix seconds on this machine's clock
+    step: str
+    place: str
+    recipe: str
+    environment: str
+    how: str
+    bytes: int  # that were streamed
+    seconds: float
 
 
 def state_directory() -> Path:
@@ -90,7 +118,8 @@ def _warn(why: str) -> None:
 def _opened(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=10)
     try:
-        connection.execute(_SCHEMA)
+        for table in _SCHEMA:
+            connection.execute(table)
         connection.commit()
     except sqlite3.DatabaseError:
         connection.close()
@@ -133,6 +162,34 @@ def known(place: str | None = None) -> list[Entry]:
         _warn(str(error))
         return []
     return [Entry(*row) for row in rows]
+
+
+def add_times(times: Collection[StepTime]) -> None:
+    """Keep how long steps took, as far as the index can be written; the oldest go where there are too many."""
+    if not times:
+        return
+    try:
+        with _database() as database:
+            database.executemany(
+                "insert into step_times values (?, ?, ?, ?, ?, ?, ?, ?)", [astuple(time) for time in times]
+            )
+            database.execute(
+                "delete from step_times where rowid not in (select rowid from step_times order by rowid desc limit ?)",
+                (_MOST_TIMES,),
+            )
+    except (OSError, sqlite3.Error) as error:
+        _warn(str(error))
+
+
+def step_times() -> list[StepTime]:
+    """How long steps took, the newest first; none where the index cannot be read."""
+    try:
+        with _database() as database:
+            rows = database.execute("select * from step_times order by rowid desc").fetchall()
+    except (OSError, sqlite3.Error) as error:
+        _warn(str(error))
+        return []
+    return [StepTime(*row) for row in rows]
 
 
 def matching(reference: str | None, entries: list[Entry]) -> list[Entry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator import elastic
 from orchestrator.config import EnvironmentSpec, recipe_digest
@@ -15,6 +15,9 @@ from orchestrator.launch import STEPS, Launch, connect, left_behind, no_cache, o
 from orchestrator.run import BEFORE_TRAINING
 from orchestrator.several import in_one_line, reach, reach_all, together
 from orchestrator.user import user_name
+
+if TYPE_CHECKING:
+    from orchestrator.expect import Expectation
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class PlannedStep:
     what: str
     bytes: int = 0
     how: str = ""
+    seconds: float | None = None  # expected, where something alike is known
+    why: str = ""  # on what that rests
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,23 @@ class LaunchPlan:
     place: str
     steps: tuple[PlannedStep, ...]
     requests: tuple[str, ...]
+    environment: str = ""  # its id
+    compiling: str | None = None  # what the cache promises; "" where the run has none, None where it is not known
+    first_step: Expectation | None = None  # how long after its start the run takes its first step
 
     @property
     def bytes(self) -> int:
         """Bytes that would be streamed to the place."""
         return sum(step.bytes for step in self.steps)
 
+    @property
+    def seconds(self) -> float | None:
+        """Expected of all steps together; None where that of one is not known."""
+        known = [step.seconds for step in self.steps if step.seconds is not None]
+        return sum(known) if len(known) == len(self.steps) else None
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "bytes": self.bytes}
+        return {**asdict(self), "bytes": self.bytes, "seconds": self.seconds}
 
 
 def plan(all_: Sequence[Launch]) -> LaunchPlan:
@@ -93,7 +107,8 @@ def _together(all_: Sequence[Launch], plans: Sequence[LaunchPlan], ways: str) ->
     steps.insert(3, PlannedStep("reach", ways))
     reaching = ("listen for the other places", "connect to each of them, on every port", "end the listening")
     requests = (plans[0].requests[0], *reaching, *plans[0].requests[1:])
-    return LaunchPlan(plans[0].recipe, ", ".join(plan.place for plan in plans), tuple(steps), requests)
+    first, names = plans[0], ", ".join(plan.place for plan in plans)
+    return LaunchPlan(first.recipe, names, tuple(steps), requests, first.environment, first.compiling)
 
 
 def _merged(all_: Sequence[Launch], steps: Sequence[PlannedStep]) -> PlannedStep:
@@ -121,7 +136,8 @@ def plan_launch(launch: Launch) -> LaunchPlan:
     if launch.pin is not None:
         return _pinned(launch, launch.pin, steps, requests)
     assert launch.spec is not None and launch.snapshot is not None
-    step, asked = _environment(plan_environment(launch.connected, launch.spec))
+    environment = plan_environment(launch.connected, launch.spec)
+    step, asked = _environment(environment)
     steps.append(step)
     requests += asked
     snapshot = launch.snapshot
@@ -139,7 +155,16 @@ def plan_launch(launch: Launch) -> LaunchPlan:
     requests += asked
     steps.append(PlannedStep("start", "the runner in tmux, which starts the trainer"))
     requests.append("start, and wait until the runner has taken over")
-    return LaunchPlan(launch.recipe.name, launch.place.name, tuple(steps), tuple(requests))
+    return _whole(launch, steps, requests, environment.id)
+
+
+def _whole(launch: Launch, steps: Sequence[PlannedStep], requests: Sequence[str], environment: str) -> LaunchPlan:
+    compiling = None
+    if launch.environment is not None:
+        compiling = "" if launch.cache is None else launch.cache.predicted
+    return LaunchPlan(
+        launch.recipe.name, launch.place.name, tuple(steps), tuple(requests), environment, compiling=compiling
+    )
 
 
 def _pinned(launch: Launch, pin: Pinned, steps: list[PlannedStep], requests: list[str]) -> LaunchPlan:
@@ -164,7 +189,7 @@ def _pinned(launch: Launch, pin: Pinned, steps: list[PlannedStep], requests: lis
     else:
         steps.insert(-1, PlannedStep("cache", f"of generation {pin.generation}; not known without its environment"))
     requests.append("start, and wait until the runner has taken over")
-    return LaunchPlan(launch.recipe.name, launch.place.name, tuple(steps), tuple(requests))
+    return _whole(launch, steps, requests, pin.environment)
 
 
 def _environment(plan: EnvironmentPlan) -> tuple[PlannedStep, list[str]]:
@@ -204,6 +229,7 @@ def _cache(launch: Launch) -> tuple[PlannedStep, list[str]]:
     planned, send = planned_cache(launch)
     if planned is None:
         return PlannedStep("cache", no_cache(launch.recipe)), []
+    launch.cache = planned.prediction
     notes = "".join(f"; {note}" for note in planned.notes)
     if send is None:
         how = "in place" if planned.prediction is not None and planned.prediction.used else ""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from orchestrator.plan import LaunchPlan
+    from orchestrator.timing import Timed
 
 _LAST_ENDS = 30.0  # seconds
 
@@ -59,10 +60,12 @@ def _asked(
 
 
 def _planned(asked: list[Launch]) -> LaunchPlan:
+    from orchestrator.expect import with_times
+    from orchestrator.history import step_times
     from orchestrator.plan import plan
 
     try:
-        return plan(asked)
+        return with_times(plan(asked), step_times())
     finally:
         _close(asked)
 
@@ -110,23 +113,28 @@ def launch_command(
         return
     if json and not detach:
         raise UsageError("--json goes with --detach: to follow a run as JSON, ask orch status --json")
+    from orchestrator.timing import Timed
     from orchestrator.view.follow import LaunchDisplay
 
     out = console()
     with LaunchDisplay(out) as display:
-        report = _Silent() if json else display
+        report = Timed(_Silent() if json else display)
+        display.expected = report.expected
         asked = _asked(recipe, place, overrides, report, new=new, latest=latest, why=why, warm=warm)
         launch, names = asked[0], _names(asked)
+        report.launches = asked
         try:
             if not json:
                 out.print(f"{'warming' if warm else 'launching'} {launch.recipe.name} at {names}", soft_wrap=True)
-            asked = list(carry_out(asked, report))
+            asked = report.launches = list(carry_out(asked, report))
             launch, names = asked[0], _names(asked)
         except BaseException as error:
             _close(asked)
             if isinstance(error, KeyboardInterrupt) and not json:
                 out.print("interrupted; the same command goes on from here", soft_wrap=True)
             raise
+        finally:
+            report.keep()
     try:
         if json:
             phase = str(launch.state.get("phase"))
@@ -137,7 +145,7 @@ def launch_command(
         elif detach:
             _say(out, f"{launch.run} runs at {names}", launch.run)
         else:
-            raise typer.Exit(_follow(out, asked))
+            raise typer.Exit(_follow(out, asked, report))
     finally:
         _close(asked)
 
@@ -161,7 +169,7 @@ def _explain(
     print(f"To know this, facts were read over one connection{each}. Nothing was started or changed.")
 
 
-def _follow(out: Console, asked: list[Launch]) -> int:
+def _follow(out: Console, asked: list[Launch], timed: Timed) -> int:
     """To the run's end: the first of several places is followed, where rank 0 is."""
     from orchestrator.cli.diagnose import show_bad_end
     from orchestrator.view.follow import FollowDisplay, summary
@@ -170,11 +178,13 @@ def _follow(out: Console, asked: list[Launch]) -> int:
     last: RunStatus | None = None
     tail = b""
     try:
-        with FollowDisplay(out, None if launch.warm else _total_steps(launch.recipe.settings)) as display:
+        steps, first = None if launch.warm else _total_steps(launch.recipe.settings), timed.expected_first_step()
+        with FollowDisplay(out, steps, first) as display:
             for event in follow(launch.place, launch.run, session=launch.session, wait=1.0):
                 if isinstance(event, Interrupted):
                     display.interrupted(event.reason, event.seconds)
                     continue
+                timed.first_step(last, event.status)
                 last = event.status
                 tail = (tail + last.log)[-_LOG_KEPT:]
                 display.observed(last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.compile_cache.words import compiled, kept, told
+from orchestrator.compile_cache.words import compiled, kept, told, took
+from orchestrator.expect import Expectation
 from orchestrator.plain import plain
 from orchestrator.run import RunStatus
 from orchestrator.view.status import PHASE_STYLE, acceptance_length, log_lines, phase_words
@@ -20,6 +22,7 @@ from orchestrator.view.text import duration, number, printable, rate, size
 
 _LAST_LINES, _LAST_LINES_OF_A_FAILURE = 24, 60
 _LONGEST_PARTIAL = 64 << 10  # bytes kept of a line that does not end
+_WORTH_A_WORD = 2.0  # seconds: what is shorter is over before its expectation has been read
 _PLAIN_EVERY = 10.0  # seconds between lines where nothing can be overwritten
 
 
@@ -28,6 +31,7 @@ class LaunchDisplay:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.expected: Callable[[str], Expectation | None] | None = None  # what the step that goes on will take
         self._live: Live | None = None
         self._began = 0.0
         self._told = 0.0
@@ -37,7 +41,7 @@ class LaunchDisplay:
         self._told = self._began
         if self.console.is_terminal:
             self._live = Live(
-                Text(f"  {step:<12} …", style="dim"),
+                _GoingOn(f"  {step:<12} …", self._about(step)),
                 console=self.console,
                 transient=True,
                 refresh_per_second=8,
@@ -47,23 +51,29 @@ class LaunchDisplay:
     def progress(self, step: str, what: str, done: int, total: int | None, unit: str) -> None:
         amount = _amount(done, total, unit)
         if self._live is not None:
-            parts: list[RenderableType] = [Text(f"  {step:<12} {amount}  {what}", no_wrap=True, overflow="ellipsis")]
+            line = Text(f"  {step:<12} {amount}  {what}", no_wrap=True, overflow="ellipsis")
+            parts: list[RenderableType] = [line.append(self._about(step), style="dim")]
             if total:
                 parts.append(Padding(ProgressBar(total=total, completed=min(done, total), width=50), (0, 0, 0, 15)))
             self._live.update(Group(*parts))
         elif time.monotonic() - self._told >= _PLAIN_EVERY:
             self._told = time.monotonic()
-            self.console.print(Text(f"  {step:<12} {what} {amount}"), soft_wrap=True)
+            self.console.print(Text(f"  {step:<12} {what} {amount}{self._about(step)}"), soft_wrap=True)
+
+    def _about(self, step: str) -> str:
+        """How long the step will take in all, where that is worth a word."""
+        found = self.expected(step) if self.expected is not None else None
+        return f"  ({about(found)})" if found is not None and found.seconds >= _WORTH_A_WORD else ""
 
     def note(self, step: str, what: str) -> None:
         self.console.print(Text(f"  {step:<12} note: {plain(what)}"), soft_wrap=True)
 
     def end(self, step: str, what: str) -> None:
         self._stop()
-        took = time.monotonic() - self._began
+        seconds = time.monotonic() - self._began
         line = Text(f"  {step:<12} {plain(what)}")
-        if took >= 1.0:
-            line.append(f"  {took:.1f} s", style="dim")
+        if seconds >= 1.0:
+            line.append(f"  {seconds:.1f} s", style="dim")
         self.console.print(line, soft_wrap=True)
 
     def _stop(self) -> None:
@@ -80,6 +90,23 @@ class LaunchDisplay:
         self._stop()
 
 
+class _GoingOn:
+    """A step that tells nothing yet: its line, with how long it has taken once that is long."""
+
+    def __init__(self, line: str, about: str) -> None:
+        self._line, self._about, self._began = line, about, time.monotonic()
+
+    def __rich__(self) -> Text:
+        seconds = time.monotonic() - self._began
+        so_far = f"  {seconds:.0f} s" if seconds >= _WORTH_A_WORD else ""
+        return Text(f"{self._line}{so_far}{self._about}", style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def about(expectation: Expectation) -> str:
+    """`about 28 s, as last time`."""
+    return f"about {took(expectation.seconds)}, {expectation.why}"
+
+
 def _amount(done: int, total: int | None, unit: str) -> str:
     if unit == "B":
         return f"{size(done)} of {size(total)}" if total else size(done)
@@ -89,9 +116,10 @@ def _amount(done: int, total: int | None, unit: str) -> str:
 class FollowDisplay:
     """A run as it trains: a live block on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: Console, total_steps: int | None) -> None:
+    def __init__(self, console: Console, total_steps: int | None, first_step: Expectation | None = None) -> None:
         self.console = console
         self.total_steps = total_steps
+        self.first_step = first_step
         self._tail: list[str] = []
         self._partial = b""
         self._live: Live | None = None
@@ -136,23 +164,26 @@ class FollowDisplay:
             self.console.print(Text(text), soft_wrap=True)
 
     def _line(self, status: RunStatus) -> str:
+        return f"{status.phase:<10} {self._told_of(status)}"
+
+    def _told_of(self, status: RunStatus) -> str:
+        """What is known beside the phase."""
+        age, first = duration(status.seconds), ""
+        if status.step is None and self.first_step is not None and not status.has_ended:
+            first = f"  (first step {about(self.first_step)})"
+        if status.step is None and (words := phase_words(status)) != status.phase:
+            return f"{words.removeprefix(status.phase).strip()}  {age}{first}"
         step = "-" if status.step is None else str(status.step)
         of = f"/{self.total_steps}" if self.total_steps else ""
-        tau = acceptance_length(status)
-        if status.step is None and (words := phase_words(status)) != status.phase:
-            return f"{words}  {duration(status.seconds)}"
         return (
-            f"{status.phase:<10} step {step}{of}  loss {number(status.loss)}  "
-            f"{rate(status.tokens_per_second)} tokens/s  τ {number(tau, '.2f')}  {duration(status.seconds)}"
+            f"step {step}{of}  loss {number(status.loss)}  {rate(status.tokens_per_second)} tokens/s  "
+            f"τ {number(acceptance_length(status), '.2f')}  {age}{first}"
         )
 
     def _block(self, status: RunStatus) -> RenderableType:
         grid = Table.grid(padding=(0, 1))
-        line = self._line(status)
-        grid.add_row(
-            Text(f"  {status.phase}", style=PHASE_STYLE.get(status.phase, "")),
-            Text(line[max(11, len(status.phase) + 1) :]),
-        )
+        phase = Text(f"  {status.phase:<10}", style=PHASE_STYLE.get(status.phase, ""))
+        grid.add_row(phase, Text(self._told_of(status)))
         parts: list[RenderableType] = [grid]
         if self.total_steps and status.step is not None:
             bar = Table.grid(padding=(0, 1))

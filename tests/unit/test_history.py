@@ -50,3 +50,30 @@ def test_what_a_reference_can_mean(reference, expected):
 def test_a_whole_id_wins_over_a_recipe_that_begins_so():
     twin = Entry("demo", "local", "odd", 9.0)
     assert matching("demo", [*ALL, twin]) == [twin]
+
+
+def test_times_of_steps_are_bounded_and_the_newest_stay(monkeypatch):
+    monkeypatch.setattr(history, "_MOST_TIMES", 3)
+    times = [history.StepTime(float(n), "code", "local", "demo", "", "in place", 0, 1.0) for n in range(5)]
+    history.add_times(times[:4])
+    history.add_times(times[4:])
+    assert [time.at for time in history.step_times()] == [4.0, 3.0, 2.0]
+
+
+def test_an_index_from_before_there_were_times_goes_on():
+    import sqlite3
+
+    history.remember([OLD])
+    path = history.state_directory() / "index.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("drop table step_times")
+    assert history.step_times() == [] and history.known() == [OLD]
+
+
+def test_without_an_index_times_are_not_known_and_nothing_stops(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ORCH_STATE_DIR", str(tmp_path / "file" / "below"))
+    history._warn.cache_clear()
+    history.add_times([history.StepTime(0.0, "code", "local", "demo", "", "in place", 0, 1.0)])
+    assert history.step_times() == []
+    assert capsys.readouterr().err.count("cannot be used") >= 1
