@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.config import Place
+from orchestrator.place.container import kind_of
 from orchestrator.place.session import explain
 
 
@@ -26,7 +27,7 @@ def counts(place: Place, requests: int) -> str:
     connections = 0 if place.host.ssh is None else 1
     parts = [f"{connections} connection{'' if connections == 1 else 's'}"]
     if place.container is not None:
-        parts.append(f"1 {'pct exec' if place.container.kind == 'pct' else 'lxc-attach'}")
+        parts.append(f"1 {kind_of(place.container).enter}")
     else:
         parts.append("1 command")
     trips = requests + 1

@@ -49,7 +49,7 @@ def attach_argv(place: Place, run: str) -> list[str]:
     # TERM may name a terminal that the place does not know; tmux refuses to start then.
     environment = ["env", "-u", "TMUX_TMPDIR", f"TERM={_plain_term()}", "LANG=C.UTF-8"]
     tmux = [*environment, "sh", "-c", _ATTACH, "sh", f"orch-{run}", f"orch logs {run}"]
-    inner = wrap(place.container, tmux, place.host.name) if place.container else tmux
+    inner = wrap(place, tmux, tty=True)
     ssh = place.host.ssh
     if ssh is None:
         return inner

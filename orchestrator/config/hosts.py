@@ -128,6 +128,8 @@ def _containers(document: Document, at: Loc, entry: dict[str, Any]) -> list[str]
     problems = []
     written: dict[str, Any] = {}
     for name, container in containers.items():
+        if isinstance(container, str):
+            container = {"kind": container}
         written[name] = container
         if not isinstance(container, dict) and container is not None:
             continue

@@ -148,9 +148,12 @@ def size_of(text: str) -> int:
 
 
 class Container(_Model):
-    """A container of a host: `pct` by its VMID, `lxc` by its name."""
+    """A container of a host: `pct` by its VMID, the other kinds by their name."""
 
-    kind: Annotated[Literal["pct", "lxc"], Expect('"pct" (Proxmox) or "lxc"', "kind: pct")]
+    kind: Annotated[
+        Literal["pct", "lxc", "incus", "docker", "podman"],
+        Expect('"pct" (Proxmox), "lxc", "incus", "docker" or "podman"', "kind: pct"),
+    ]
     id: Annotated[str, _whole(CONTAINER_NAME), Expect("a VMID or the name of a container", "id: 200")]
     root: AbsolutePath | None = None
     wheels: Wheels = None
@@ -172,10 +175,12 @@ class Host(_Model):
     python: Annotated[
         str | None, _whole(r"[A-Za-z0-9_/][A-Za-z0-9._/+-]*"), Expect("a command or the path of a Python")
     ] = None
+    # the way into a container goes through sudo, and nothing else does
+    sudo: Annotated[bool, Expect("true or false")] = False
     containers: Annotated[
         dict[
             Annotated[str, _whole(CONTAINER_NAME), Expect("a name of letters, digits, and . _ - inside it")],
-            Annotated[Container, Expect("a mapping such as {kind: pct}")],
+            Annotated[Container, Expect("a mapping such as {kind: pct}, or a kind alone")],
         ],
         Expect("a mapping of names to containers"),
     ] = Field(default_factory=dict)

@@ -97,6 +97,8 @@ def _sentence(model: type[BaseModel], document: Document, at: Loc, kind: str, lo
             f'the key "{loc[-1]}" is missing{inside}{advice} ({expect.words})',
         )
     found = "" if expect.private else f", not {_found(kind, value)}"
+    if kind == "literal_error" and isinstance(value, str):
+        found += did_you_mean(value, map(str, get_args(_walk(model, loc)[0])))
     return document.where((*at, *loc)), f"{dotted(loc)} must be {expect.words}{found}"
 
 

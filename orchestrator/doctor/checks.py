@@ -25,6 +25,8 @@ from orchestrator.doctor.model import (
     unknown,
     warning,
 )
+from orchestrator.place.container import KINDS
+from orchestrator.place.container_config import memory_limit
 from orchestrator.view.text import size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -65,22 +67,23 @@ def check_container(facts: Facts) -> Verdict | None:
         if facts.refusal is not None and facts.refusal.lacks == "way":
             return fault(facts.refusal.message, *filter(None, (facts.refusal.hint,)))
         return None
-    pct = facts.kind == "pct"
-    see = f"ssh {facts.name} " + (f"pct status {facts.ident} --verbose" if pct else f"lxc-info -n {facts.ident}")
+    kind = KINDS[facts.kind]
+    see = facts.on_host(kind.look)
     if facts.state == "STOPPED":
-        start = f"pct start {facts.ident}" if pct else f"lxc-start -n {facts.ident}"
-        return fault("it is not running", f"ssh {facts.name} {start}")
+        return fault("it is not running", facts.on_host(kind.start))
     if facts.state in ("FROZEN", "FREEZING"):
+        why = ": a backup does that; where none is under way, thaw it" if facts.kind in ("pct", "lxc") else ""
+        return fault(f"it is frozen{why}", *([see] if why else []), facts.on_host(kind.thaw))
+    if facts.state == "restarting":
         return fault(
-            "it is frozen: a backup does that; where none is under way, thaw it",
-            see,
-            f"ssh {facts.name} lxc-unfreeze -n {facts.ident}",
+            "it restarts again and again: its own program ends at once",
+            facts.on_host(f"{kind.program} logs --tail 20 {{id}}"),
         )
     if facts.refusal is not None and facts.refusal.lacks == "way":
         return fault(facts.refusal.message, facts.refusal.hint or see)
     if facts.state == "RUNNING" or facts.hello is not None:
         return ok("running")
-    return unknown(facts.unread.get("state") or f"lxc-info says {facts.state}", see)
+    return unknown(facts.unread.get("state") or f"its state is {facts.state}", see)
 
 
 def check_lock(facts: Facts) -> Verdict | None:
@@ -95,15 +98,14 @@ def check_lock(facts: Facts) -> Verdict | None:
     return warning(
         f"it is locked: {lock}. A backup or snapshot under way may freeze or stop it; wait for its end. A lock that "
         "was left behind by one that is over can be taken off",
-        f"ssh {facts.name} pvesh get /cluster/tasks",
-        f"ssh {facts.name} pct unlock {facts.ident}",
+        facts.on_host("pvesh get /cluster/tasks"),
+        facts.on_host("pct unlock {id}"),
     )
 
 
 def check_memory(facts: Facts) -> Verdict:
-    config = facts.host.get("config") if facts.kind == "pct" else None
-    said = next((line.partition(":")[2].strip() for line in config or () if line.startswith("memory:")), "")
-    limits = [int(said) * MIB] if said.isdigit() else []
+    said = memory_limit(facts.kind, facts.host.get("config") or [])
+    limits = [said] if said else []
     if facts.hello is not None and facts.hello.get("memory_limit"):
         limits.append(int(facts.hello["memory_limit"]))
     if not limits:
@@ -112,10 +114,8 @@ def check_memory(facts: Facts) -> Verdict:
         hello(facts)
         raise Unread("neither the configuration nor a cgroup tells the limit")
     limit = min(limits)
-    remedy = {
-        "pct": f"ssh {facts.name} pct set {facts.ident} --memory 32768",
-        "lxc": f"ssh {facts.name} lxc-cgroup -n {facts.ident} memory.max 32G",
-    }.get(facts.kind, "raise the memory limit of the service or session that this is in")
+    kind = KINDS.get(facts.kind)
+    remedy = facts.on_host(kind.memory) if kind else "raise the memory limit of the service or session that this is in"
     text = f"limit {limit / GIB:.1f} GiB"
     if limit < MEMORY_FAULT:
         return fault(f"{text}: torch alone does not fit", remedy)
@@ -125,7 +125,7 @@ def check_memory(facts: Facts) -> Verdict:
 
 
 def check_backups(facts: Facts) -> Verdict | None:
-    if facts.kind == "none" or (facts.kind == "lxc" and not facts.pve):
+    if facts.kind not in ("pct", "lxc") or (facts.kind == "lxc" and not facts.pve):
         return None
     if "backups" in facts.unread:
         raise Unread(facts.unread["backups"])
@@ -141,9 +141,9 @@ def check_backups(facts: Facts) -> Verdict | None:
     if hard:
         does = "stops" if shown.mode == "stop" else "freezes"
         remedy = (
-            f"ssh {facts.name} pvesh set /cluster/backup/{shown.ident} --mode snapshot"
+            facts.on_host(f"pvesh set /cluster/backup/{shown.ident} --mode snapshot")
             if shown.ident
-            else f"ssh -t {facts.name} editor /etc/pve/vzdump.cron"
+            else f"take `--mode {shown.mode}` out of /etc/pve/vzdump.cron on the host"
         )
         return warning(f"job {name} ({shown.when}, mode {shown.mode}) {does} the container{more}", remedy)
     if shown.takes is None and shown.mode != "snapshot":
@@ -162,7 +162,7 @@ def check_clock(facts: Facts) -> Verdict:
     way = "ahead of" if worst.ahead > 0 else "behind"
     return warning(
         f"{whose} is {abs(worst.ahead):.0f} s {way} this machine: times are compared, and certificates may be refused",
-        *([] if facts.name == "local" else [f"ssh {facts.name} timedatectl set-ntp true"]),
+        *([] if facts.machine.ssh is None else [facts.on_host("timedatectl set-ntp true")]),
         "timedatectl set-ntp true (on this machine, where it is the one that is wrong)",
     )
 
@@ -211,11 +211,22 @@ def check_disk(facts: Facts) -> Verdict:
 
 def check_shm(facts: Facts) -> Verdict:
     found = reading(facts, "shm")
-    remedy = f"orch exec {facts.place} -- mount -o remount,size=16G /dev/shm"
     text = f"{size(found['total'])}, {size(found['free'])} free"
     if found["total"] < SHM_FEW or found["free"] < SHM_FREE_FEW:
-        return warning(f"{text}: data loaders and NCCL need more", remedy)
+        return warning(f"{text}: data loaders and NCCL need more", *_larger_shm(facts))
     return ok(text)
+
+
+def _larger_shm(facts: Facts) -> tuple[str, ...]:
+    """Root inside may mount; in docker's and podman's containers only when let in with more rights, and until the next
+    start, since the size is settled when they are made (64 MB)."""
+    mount = "mount -o remount,size=16G /dev/shm"
+    if facts.kind in ("docker", "podman"):
+        return (
+            facts.on_host(f"{facts.kind} exec --privileged --user 0 {{id}} {mount}"),
+            f"for good: make the container anew with {facts.kind} run --shm-size=16g … (or --ipc=host)",
+        )
+    return (f"orch exec {facts.place} -- {mount}",)
 
 
 def check_compiler(facts: Facts) -> Verdict:

@@ -45,7 +45,9 @@ def check_gpus(facts: Facts) -> Verdict:
     if kernel is None and not facts.nodes and not _gpus_here(facts):
         return ok("none, and no driver")
     if facts.kind == "none" or _gpus_here(facts):
-        return warning(f"no nvidia-smi here{_of(kernel)}", *_user_space(facts, kernel))
+        engine = facts.kind in ("docker", "podman")
+        remedy = _node(facts, "nvidia0") if engine else _user_space(facts, kernel)
+        return warning(f"no nvidia-smi here{_of(kernel)}", *remedy)
     return warning(f"the host has GPUs{_of(kernel)}, this container has none", *_node(facts, "nvidia0"))
 
 
@@ -55,11 +57,14 @@ def _of(kernel: str | None) -> str:
 
 def _user_space(facts: Facts, kernel: str | None) -> tuple[str, ...]:
     archive = f"NVIDIA-Linux-x86_64-{kernel or 'VERSION'}.run"
+    if facts.kind in ("docker", "podman"):
+        # The toolkit brings the libraries in as the container starts.
+        return (facts.on_host(f"{facts.kind} restart {{id}}"),)
     if facts.kind == "none":
         return (f"install the driver's libraries of version {kernel or 'VERSION'}, or reboot after an upgrade",)
     return (
         f"orch exec {facts.place} -- sh {archive} --silent --no-kernel-module",
-        f"after an upgrade of the host: ssh {facts.name} reboot, first",
+        f"after an upgrade of the host: {facts.on_host('reboot')}, first",
     )
 
 
@@ -106,15 +111,27 @@ def _node(facts: Facts, name: str = "nvidia-uvm") -> tuple[str, ...]:
     """How a container gets a device node: made on the host, given to the container, and seen after a restart."""
     make = "nvidia-modprobe -u -c 0"
     if facts.kind == "none":
-        return (make,) if facts.name == "local" else (f"ssh {facts.name} {make}",)
-    steps = [] if name in facts.nodes else [f"ssh {facts.name} {make}"]
+        return (facts.on_host(make),)
+    steps = [] if name in facts.nodes else [facts.on_host(make)]
     if facts.kind == "pct":
         config = facts.host.get("config") or ()
         taken = {int(found.group(1)) for line in config if (found := re.match(r"dev(\d+):", line))}
         given = any(re.match(rf"dev\d+:.*/dev/{name}\b", line) or f"/dev/{name} " in line for line in config)
         if not given:
             free = next(number for number in range(256) if number not in taken)
-            steps.append(f"ssh {facts.name} pct set {facts.ident} --dev{free} /dev/{name}")
-        return (*steps, f"ssh {facts.name} pct reboot {facts.ident}")
+            steps.append(facts.on_host(f"pct set {{id}} --dev{free} /dev/{name}"))
+        return (*steps, facts.on_host("pct reboot {id}"))
+    if facts.kind == "incus":
+        device = "gpu gputype=physical" if name == "nvidia0" else f"unix-char source=/dev/{name} path=/dev/{name}"
+        steps.append(facts.on_host(f"incus config device add {{id}} {name} {device}"))
+        if name == "nvidia0":
+            steps.append(facts.on_host("incus config set {id} nvidia.runtime=true nvidia.driver.capabilities=all"))
+        return (*steps, facts.on_host("incus restart {id}"))
+    if facts.kind in ("docker", "podman"):
+        # What a container sees of GPUs is settled when it is made.
+        option = "--gpus all" if facts.kind == "docker" else "--device nvidia.com/gpu=all"
+        if not facts.toolkit:
+            steps.append("install NVIDIA's container toolkit (nvidia-container-toolkit) on the host")
+        return (*steps, f"make the container anew with {facts.kind} run {option} …")
     entry = f"lxc.mount.entry = /dev/{name} dev/{name} none bind,optional,create=file"
     return (*steps, f"in the configuration of {facts.ident}: {entry}; then restart it")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.place.container import typed
+
+if TYPE_CHECKING:
+    from orchestrator.config.models import Host
 
 OK, WARNING, FAULT, UNKNOWN = "ok", "warning", "fault", "unknown"
 
@@ -28,15 +33,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was read. `kind` is "pct", "lxc" or "none"; `host` is `Greeting.host_facts`.
+    """All that was read. `kind` is a container's, or "none"; `host` is `Greeting.host_facts`.
 
-    `state`: the container's by lxc-info, None unknown; `files`: lines of the host's backup files, by name;
-    `unread`: what -> why; `nodes`: device nodes of the host; `hello`: the container's facts or None; `here`: the
-    answer of `remote.doctor` or None.
+    `machine`: the host as hosts.yaml has it; `state`: the container's, STOPPED, FROZEN, RUNNING or another word of the
+    host's tool, None unknown; `files`: lines of the host's backup files, by name; `unread`: what -> why; `nodes`:
+    device nodes of the host; `toolkit`: whether NVIDIA's container toolkit is there; `hello`: the container's facts or
+    None; `here`: the answer of `remote.doctor` or None.
     """
 
     place: str
-    name: str
+    machine: Host
     kind: str
     ident: str
     wheels: str
@@ -44,6 +50,7 @@ class Facts:
     state: str | None = None
     pve: bool = False
     nodes: Sequence[str] = ()
+    toolkit: bool = False
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     refusal: Refusal | None = None
@@ -51,6 +58,10 @@ class Facts:
     here: Mapping[str, Any] | None = None
     host_clock: Clock | None = None
     place_clock: Clock | None = None
+
+    def on_host(self, command: str, *, root: bool = True) -> str:
+        """What is typed here to have a command run on the host; `{id}` in it is the container's."""
+        return typed(self.machine, command, self.ident, root=root)
 
 
 class Unread(Exception):

@@ -20,14 +20,22 @@ if TYPE_CHECKING:
 HOST = 20.0  # seconds of silence of the host's script
 INDEX = 8.0  # seconds that a package index has to answer
 CLOSED = ("STOPPED", "FROZEN", "FREEZING")
+# The words of docker and podman for what lxc-info and incus call otherwise.
+STATES = {
+    **dict.fromkeys(("created", "configured", "initialized", "exited", "stopped", "dead", "removing"), "STOPPED"),
+    "paused": "FROZEN",
+    "running": "RUNNING",
+}
 
 
 def command(place: Place, nonce: str) -> list[str]:
     """The argv for the host: host.sh, which becomes doctor.sh."""
     container = place.container
     kind, ident = (container.kind, container.id) if container is not None else ("none", "none")
-    words = ["sh", "-c", greeting.script("doctor"), "orch-doctor", nonce, kind, ident]
-    return ["sh", "-c", greeting.script("host"), "orch-host", nonce, kind, ident, "--", *words]
+    sudo = "sudo" if place.host.sudo else "-"
+    return greeting.on_host(
+        place, nonce, ["sh", "-c", greeting.script("doctor"), "orch-doctor", nonce, kind, ident, sudo]
+    )
 
 
 def read(place: Place, connect: Connect = connect) -> Facts:
@@ -108,20 +116,23 @@ def _host(place: Place, greet: greeting.Greeting, clock: Clock | None) -> dict[s
     for text in greet.facts.get("doctor.unread", []):
         what, _, why = text.partition(" ")
         unread.setdefault(what, plain(why))
+    if container is not None and container.kind not in ("pct", "lxc") and "host.state" not in greet.facts:
+        unread["state"] = f"{container.kind} did not say"
     if "doctor.done" not in greet.facts:
         unread.setdefault("state", "the host's answer was cut off")
         unread.setdefault("backups", "the host's answer was cut off")
     names = ("jobs.cfg", "vzdump.cron", "vzdump.conf")
-    state = greet.first("doctor.state")
+    state = plain(greet.first("doctor.state") or greet.first("host.state") or "").strip()
     return {
         "place": place.name,
-        "name": place.host.name,
+        "machine": place.host,
         "kind": container.kind if container is not None else "none",
         "ident": container.id if container is not None else "",
         "wheels": place.wheels,
         "host": _plain(greet.host_facts()),
-        "state": plain(state).strip() if state else None,
+        "state": STATES.get(state, state) or None,
         "pve": "doctor.pve" in greet.facts,
+        "toolkit": "doctor.toolkit" in greet.facts,
         "nodes": tuple(_plain(greet.facts.get("doctor.device", []))),
         "files": {name: _plain(found) for name in names if (found := greet.facts.get(f"doctor.{name}"))},
         "unread": unread,

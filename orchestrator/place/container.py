@@ -1,40 +1,122 @@
-"""The way into a container: argv put in front of a command, over whatever connection, and what its errors mean.
+"""The way into a container: argv put in front of a command, over whatever connection.
 
-`pct` answers with exit codes that also commands use, so only its texts are looked at.
+A kind of container is a row of `KINDS` and a branch of `_entrance`; what its tool says when it fails is in `failures`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from orchestrator.errors import OrchError, Refused, Unreachable, UsageError
+if TYPE_CHECKING:
+    from orchestrator.config.models import Container, Host, Place
 
 
-class ContainerModel(Protocol):
-    """What is needed to know of a container."""
+@dataclass(frozen=True)
+class Kind:
+    """One kind of container: the command that enters it, and the commands a user is told to type on the host.
+
+    `{id}` is the container's. `look` shows its state, `thaw` lets a frozen or paused one go on, `memory` raises its
+    limit; an empty one means that there is no such command.
+    """
+
+    enter: str
+    look: str
+    listing: str
+    start: str
+    thaw: str
+    memory: str = ""
+    restart: str = ""
 
     @property
-    def kind(self) -> str: ...
-    @property
-    def id(self) -> str: ...
+    def program(self) -> str:
+        return self.enter.split()[0]
 
+
+KINDS = {
+    "pct": Kind(
+        enter="pct exec",
+        look="pct status {id} --verbose",
+        listing="pct list",
+        start="pct start {id}",
+        thaw="lxc-unfreeze -n {id}",
+        memory="pct set {id} --memory 32768",
+        restart="pct reboot {id}",
+    ),
+    "lxc": Kind(
+        enter="lxc-attach",
+        look="lxc-info -n {id}",
+        listing="lxc-ls",
+        start="lxc-start -n {id}",
+        thaw="lxc-unfreeze -n {id}",
+        memory="lxc-cgroup -n {id} memory.max 32G",
+    ),
+    "incus": Kind(
+        enter="incus exec",
+        look="incus info {id}",
+        listing="incus list",
+        start="incus start {id}",
+        thaw="incus resume {id}",
+        memory="incus config set {id} limits.memory 32GiB",
+        restart="incus restart {id}",
+    ),
+    "docker": Kind(
+        enter="docker exec",
+        look="docker inspect {id}",
+        listing="docker ps -a",
+        start="docker start {id}",
+        thaw="docker unpause {id}",
+        memory="docker update --memory 32g --memory-swap 32g {id}",
+        restart="docker restart {id}",
+    ),
+    "podman": Kind(
+        enter="podman exec",
+        look="podman inspect {id}",
+        listing="podman ps -a",
+        start="podman start {id}",
+        thaw="podman unpause {id}",
+        memory="podman update --memory 32g --memory-swap 32g {id}",
+        restart="podman restart {id}",
+    ),
+}
+
+# Without -n it would ask for a password at a terminal, which there is none.
+SUDO = ("sudo", "-n", "--")
 
 # Hosts whose pct is older than --keep-env (pve-container 5.0.9), as found out by this process.
 _without_keep_env: set[str] = set()
 
 
-def wrap(container: ContainerModel, argv: Sequence[str], host: str) -> list[str]:
-    """`argv` run inside. The host's environment stays outside, where the host's pct can do that."""
+def kind_of(container: Container) -> Kind:
+    """The row of a container's kind."""
+    return KINDS[container.kind]
+
+
+def wrap(place: Place, argv: Sequence[str], *, tty: bool = False) -> list[str]:
+    """`argv` as the place's host is given it. Inside a container it runs as that one's own default user, and the host's
+    environment stays outside where the host's tool can do that. `tty`: the caller has a terminal, and so gets the
+    command."""
+    if place.container is None:
+        return list(argv)
+    return [*(SUDO if place.host.sudo else ()), *_entrance(place.host, place.container, tty), *argv]
+
+
+def _entrance(host: Host, container: Container, tty: bool) -> list[str]:
+    name = container.id
     if container.kind == "pct":
         # Both are needed: pct looks for options anywhere before the --.
-        option = [] if host in _without_keep_env else ["--keep-env", "0"]
-        return ["pct", "exec", container.id, *option, "--", *argv]
+        option = [] if host.name in _without_keep_env else ["--keep-env", "0"]
+        return ["pct", "exec", name, *option, "--"]
     if container.kind == "lxc":
-        return ["lxc-attach", "-n", container.id, "--clear-env", "--", *argv]
-    raise UsageError(f"containers of kind {container.kind!r} are not supported: pct or lxc")
+        return ["lxc-attach", "-n", name, "--clear-env", "--"]
+    # The three below pass nothing of the caller's environment on, but for TERM with a terminal.
+    if container.kind == "incus":
+        # By itself it looks at stdin and stdout, of which a terminal may be only one.
+        return ["incus", "exec", name, "--force-interactive" if tty else "--force-noninteractive", "--"]
+    # After the name all is the command's: docker takes a -- there for a program. And without -i stdin is empty.
+    return [container.kind, "exec", "-it" if tty else "-i", name]
 
 
 def learn_keep_env(host: str, stderr: str) -> bool:
@@ -46,125 +128,17 @@ def learn_keep_env(host: str, stderr: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One kind of failure of the way in: how it reads in stderr, and what to tell the user."""
-
-    pattern: str
-    error: type[OrchError]
-    message: str
-    hint: str = ""
-
-
-# {place} is the place, {host} the host, {id} the container, {1} what the pattern caught. The first match counts.
-FAILURES = (
-    Failure(
-        r"Configuration file '[^']*' does not exist",
-        UsageError,
-        "{host} has no container {id}: it may be on another node of the cluster, or gone",
-        "ssh {host} pct list",
-    ),
-    Failure(
-        r"400 Parameter verification failed[\s\S]*vmid",
-        UsageError,
-        "{id} is not a VMID: {host} takes whole numbers from 100 on",
-    ),
-    Failure(
-        r"container '[^']*' not running|CT \S+ not running",
-        Unreachable,
-        "the container {id} on {host} is not running",
-        "ssh {host} pct start {id}",
-    ),
-    Failure(
-        r"ipcc_send_rec|[Uu]nable to load access control list|cluster not ready|pmxcfs",
-        Unreachable,
-        "the cluster file system on {host} is down, so pct cannot look up container {id}",
-        "ssh {host} systemctl restart pve-cluster",
-    ),
-    Failure(
-        r"please run as root",
-        Unreachable,
-        "pct on {host} needs root: log in as root there (ssh: user: root in hosts.yaml)",
-    ),
-    Failure(
-        r"can't lock file '([^']*)' - got timeout",
-        Unreachable,
-        "the container {id} on {host} is locked by another operation ({1}): try again when that is done",
-    ),
-    Failure(
-        r"CT is locked \(([^)]*)\)",
-        Unreachable,
-        "the container {id} on {host} is locked ({1}): try again when that is done",
-    ),
-    Failure(
-        r"Device (\S+) does not exist",
-        Unreachable,
-        "the container {id} on {host} wants the device {1}, which the host lost: is its driver loaded?",
-    ),
-    Failure(
-        r"(?:pct: (?:command )?not found|exec: pct: not found|unknown command:? ['\"]?pct)",
-        UsageError,
-        "{host} has no pct: it is no Proxmox VE host, so the container cannot be of kind pct",
-        "kind: lxc in hosts.yaml, or the right host",
-    ),
-    Failure(
-        r"lxc-attach: (?:command )?not found",
-        UsageError,
-        "{host} has no lxc-attach: LXC is not installed there",
-    ),
-    Failure(
-        r"lxc-attach: .*(?:[Pp]ermission denied|Operation not permitted|Insuffici?ent privileges)",
-        Unreachable,
-        "entering the container {id} on {host} needs root: log in as root there (ssh: user: root in hosts.yaml)",
-    ),
-    Failure(
-        r"lxc-attach: .*(?:No such file or directory|does not exist|[Nn]o such container).*",
-        UsageError,
-        "{host} has no container {id}, or no shell in it",
-        "ssh {host} lxc-ls",
-    ),
-    Failure(
-        r"lxc-attach: .*(?:[Ff]ailed to get init pid|Connection refused|Failed to attach|[Nn]ot running|"
-        r"Failed to get attach context)",
-        Unreachable,
-        "the container {id} on {host} is not running",
-    ),
-    Failure(
-        r"(missing command at|400 (?:not enough|too many) arguments|Unknown option: \S+)",
-        Unreachable,
-        "the pct on {host} does not understand how it is called ({1})",
-    ),
-)
-
-
-def classify(stderr: str, place: str, host: str, container: ContainerModel) -> OrchError | None:
-    """What stopped the way into a container, or None where its texts do not say. Pure."""
-    for failure in FAILURES:
-        found = re.search(failure.pattern, stderr)
-        if found:
-            fill = _filler(place, host, container, found)
-            hint = fill(failure.hint)
-            if container.kind == "lxc":
-                hint = hint.replace("pct start", "lxc-start -n").replace("pct list", "lxc-ls")
-            return failure.error(fill(failure.message), hint)
-    return None
-
-
-def _filler(place: str, host: str, container: ContainerModel, found: re.Match[str]) -> Callable[[str], str]:
-    first = found.group(1) if found.re.groups else ""
-    words = {"{place}": place, "{host}": host, "{id}": container.id, "{1}": first}
-
-    def fill(text: str) -> str:
-        return re.sub(r"\{\w+\}", lambda m: words.get(m.group(0), m.group(0)), text)
-
-    return fill
-
-
-def foreign_shell(stderr: str) -> Refused | None:
-    """Whether the host's login shell is one that does not read POSIX quoting."""
-    if re.search(r"Unmatched ['\"]|: Undefined variable|fish: |Unknown command: |nu::parser", stderr):
-        return Refused(
-            "the login shell there does not read POSIX quoting (csh or fish?)",
-            "chsh -s /bin/sh, on that host",
-        )
-    return None
+def typed(host: Host, command: str, ident: str = "", *, root: bool = True) -> str:
+    """What a user types here to have a command run on the host; `{id}` in it is `ident`. `root`: it is one that has
+    to be root's, so that it goes through sudo where the way into containers does."""
+    if not command:
+        return ""
+    words = command.replace("{id}", ident)
+    if root and host.sudo and not words.startswith("sudo "):
+        words = f"sudo {words}"
+    if host.ssh is None:
+        return words
+    # A terminal, where sudo may ask for a password.
+    port = ["-p", str(host.ssh.port)] if host.ssh.port not in (None, 22) else []
+    to = f"{host.ssh.user}@{host.ssh.host}" if host.ssh.user else host.ssh.host
+    return f"{shlex.join(['ssh', *(['-t'] if words.startswith('sudo ') else []), *port, to])} {words}"

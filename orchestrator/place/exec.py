@@ -118,7 +118,7 @@ def command(place: Place, argv: Sequence[str], nonce: str) -> list[str]:
     # On this very machine a command runs where its user stands, elsewhere at home.
     here = place.host.ssh is None and place.container is None
     line = ["sh", "-c", greeting.script("exec"), "orch-exec", nonce, coding, "." if here else "", *arguments]
-    return line if place.container is None else wrap(place.container, line, place.host.name)
+    return wrap(place, line)
 
 
 def run_exec(
@@ -233,9 +233,7 @@ class _Run:
         """Passes Ctrl-C on, by a channel of its own: without a terminal there, the command would go on."""
         if pid is None:
             return
-        line = ["sh", "-c", greeting.script("interrupt"), "orch-interrupt", "INT", str(pid)]
-        if self._place.container is not None:
-            line = wrap(self._place.container, line, self._place.host.name)
+        line = wrap(self._place, ["sh", "-c", greeting.script("interrupt"), "orch-interrupt", "INT", str(pid)])
         with contextlib.suppress(OrchError, KeyboardInterrupt):
             self._connection.open(line).wait(INTERRUPT)
 
@@ -249,7 +247,9 @@ class _Run:
                 f"the connection to {self._place.name} is lost: whether the command there goes on is unknown"
             )
         text = err.before.get().decode("utf-8", "replace")
-        return greeting.ended(self._place, self._greeted(), channel.wait(1.0), text)
+        greet = self._greeted()
+        greet.noise.add(out.before.get())
+        return greeting.ended(self._place, greet, channel.wait(1.0), text)
 
     def _greeted(self) -> greeting.Greeting:
         """As if the host had spoken: what stands on stderr is then the container's way in."""

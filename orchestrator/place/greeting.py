@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ConnectionLost, OrchError, Unreachable, UsageError
-from orchestrator.place.container import classify, foreign_shell, wrap
+from orchestrator.place import container_config
+from orchestrator.place.connection import Tail
+from orchestrator.place.container import kind_of, typed, wrap
+from orchestrator.place.failures import classify, foreign_shell
 from orchestrator.remote import zipapp
 
 if TYPE_CHECKING:
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 
 # Bytes without a line of ours: more than any banner.
 NOISE = 4 << 20
+# Bytes of such lines that are remembered for messages.
+NOISE_KEPT = 4096
 
 
 class CannotServe(OrchError):
@@ -35,13 +41,17 @@ def script(name: str) -> str:
 
 def command(place: Place, nonce: str, digest: str, size: int) -> list[str]:
     """The argv for the host: host.sh, then the way into the container, then enter.sh. Values go by position only."""
-    container = place.container
     enter = ["sh", "-c", script("enter"), "orch-enter", nonce, digest, str(size), place.root or ""]
     enter.append(place.host.python or "")
-    if container is not None:
-        enter = wrap(container, enter, place.host.name)
+    return on_host(place, nonce, wrap(place, enter))
+
+
+def on_host(place: Place, nonce: str, then: Sequence[str]) -> list[str]:
+    """The argv for the host: host.sh, which becomes `then`."""
+    container = place.container
     kind, name = (container.kind, container.id) if container is not None else ("none", "none")
-    return ["sh", "-c", script("host"), "orch-host", nonce, kind, name, "--", *enter]
+    sudo = "sudo" if place.host.sudo else "-"
+    return ["sh", "-c", script("host"), "orch-host", nonce, kind, name, sudo, "--", *then]
 
 
 class Greeting:
@@ -54,6 +64,8 @@ class Greeting:
         self.lines = 0
         self.serving = False
         self.sent = False
+        # Of lines that are not ours, the last: docker tells on stdout why it did not start a command.
+        self.noise = Tail(NOISE_KEPT)
         self.rest = b""
 
     def feed(self, data: bytes) -> None:
@@ -68,6 +80,8 @@ class Greeting:
             self._buffer = rest
             if line.startswith(self._mark):
                 self._take(line[len(self._mark) :].decode("utf-8", "replace").rstrip("\r"))
+            elif line:
+                self.noise.add(bytes(line) + b"\n")
         self.rest = bytes(self._buffer)
 
     def _take(self, line: str) -> None:
@@ -102,7 +116,7 @@ class Greeting:
 
     def host_facts(self) -> dict[str, Any]:
         """What the host said, each fact null where it is not known there."""
-        config = self.facts.get("host.config")
+        config = self._config()
         uptime, time = self.first("host.uptime"), self.first("host.time")
         return {
             "hostname": self.first("host.hostname"),
@@ -111,11 +125,20 @@ class Greeting:
             "uptime": _number((uptime or "").partition(" ")[0]),
             "time": _number(time),
             "driver": driver_version(self.first("host.driver")),
+            "state": self.first("host.state"),
             "config": config,
             "config_digest": config_digest(config) if config is not None else None,
             "kernel_log": self.facts.get("host.kernel_log", []),
             "gpu_processes": self._gpu_processes(),
         }
+
+    def _config(self) -> list[str] | None:
+        """The container's configuration, a line each; null where the host does not tell."""
+        inspected = self.first("host.inspect")
+        if inspected is not None:
+            return container_config.of_engine(inspected)
+        lines = self.facts.get("host.config")
+        return container_config.of_incus(lines) if lines is not None and "host.incus" in self.facts else lines
 
     def _gpu_processes(self) -> list[dict[str, Any]] | None:
         """Processes on the host's GPUs, by the host's pids; null where its nvidia-smi does not say."""
@@ -153,11 +176,14 @@ def silent(place: Place, greet: Greeting, seconds: float) -> Unreachable:
     if not greet.lines:
         return ConnectionLost(f"{place.host.name} accepted the command and said nothing for {seconds:.0f} s")
     if not greet.entered and place.container is not None:
-        tool = "pct exec" if place.container.kind == "pct" else "lxc-attach"
+        kind = kind_of(place.container)
+        may = {
+            "pct": "the container may be frozen by a backup, or the cluster file system may hang",
+            "lxc": "the container may be frozen",
+        }.get(place.container.kind, f"the container may be frozen, or {kind.program} may hang")
         return Unreachable(
-            f"{tool} {place.container.id} on {place.host.name} gave no answer for {seconds:.0f} s: the container "
-            "may be frozen by a backup, or the cluster file system may hang",
-            f"ssh {place.host.name} pct status {place.container.id} --verbose" if tool == "pct exec" else "",
+            f"{kind.enter} {place.container.id} on {place.host.name} gave no answer for {seconds:.0f} s: {may}",
+            typed(place.host, kind.look, place.container.id),
         )
     return ConnectionLost(f"{place.name} stopped answering for {seconds:.0f} s while its server started")
 
@@ -171,9 +197,10 @@ def ended(place: Place, greet: Greeting, status: int | None, stderr: str) -> Orc
     if greet.lines and not greet.entered and place.container is not None:
         if "host.missing" in greet.facts:
             return UsageError(
-                f"{place.host.name} has no container {place.container.id}", f"ssh {place.host.name} lxc-ls"
+                f"{place.host.name} has no container {place.container.id}",
+                typed(place.host, kind_of(place.container).listing),
             )
-        known = classify(stderr, place.name, place.host.name, place.container)
+        known = classify(f"{stderr}\n{greet.noise.get().decode('utf-8', 'replace')}", place)
         if known is not None:
             return known
     words = stderr.strip().splitlines()
@@ -214,13 +241,14 @@ def failed(place: Place, greet: Greeting) -> CannotServe:
 def explain(place: Place, line: str, size: int, digest: str) -> list[str]:
     """The lines for --explain."""
     host = place.host.ssh.host if place.host.ssh is not None else "this machine"
-    calls = 1 if place.container is not None and place.container.kind == "pct" else 0
+    container = place.container
+    calls, tool = (0, "pct") if container is None else (1, kind_of(container).program)
     connections = int(place.host.ssh is not None)
     return [
         f"connection: {host}",
         f"command: {line}",
         f"stdin: {zipapp.name(digest)} ({size} bytes), only where it is missing there; then requests",
-        f"cost: {_count(connections, 'connection')}, {_count(calls, 'pct call')}, 1 round trip for each request",
+        f"cost: {_count(connections, 'connection')}, {_count(calls, f'{tool} call')}, 1 round trip for each request",
     ]
 
 

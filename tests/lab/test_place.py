@@ -47,8 +47,8 @@ def test_arguments_pass_one_shell_and_no_more(host, lab):
     argv = ["sh", "-c", 'printf "%s|" "$@"', "sh", *arguments]
     expected = "".join(f"{a}|" for a in arguments).encode()
     assert everything(host.open(argv)) == expected
-    for container in (lab.place("200").container, lab.place("lxc").container):
-        assert everything(host.open(wrap(container, argv, "pve"))) == expected
+    for name in ("200", "lxc"):
+        assert everything(host.open(wrap(lab.place(name), argv))) == expected
 
 
 def test_much_input_while_nothing_is_read(host):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from orchestrator.config.models import Host, Ssh
 from orchestrator.doctor import backups
 from orchestrator.doctor.checks import CHECKS, judge
 from orchestrator.doctor.model import Clock, Facts, Finding, Refusal
@@ -36,9 +37,10 @@ HERE: dict[str, Any] = {
     "nvidia_smi": {"text": GPU.format(0, "a") + GPU.format(1, "b"), "rc": 0, "why": None},
     "index": True,
 }
+PVE = Host(name="pve", ssh=Ssh(host="pve"))
 HEALTHY = Facts(
     place="pve/200",
-    name="pve",
+    machine=PVE,
     kind="pct",
     ident="200",
     wheels="auto",
@@ -215,6 +217,82 @@ def test_a_plain_lxc_container_gets_commands_of_lxc():
     assert lxc(hello(memory_limit=GIB))["memory"].remedy == ("ssh pve lxc-cgroup -n train memory.max 32G",)
     assert lxc(hello(memory_limit=None))["memory"].text == "no limit is seen"
     assert "lxc.mount.entry = /dev/nvidia-uvm " in lxc(here(uvm=None))["uvm"].remedy[-1]
+
+
+def of_kind(kind: str, facts: Facts, **more: Any) -> dict[str, Finding]:
+    facts = dataclasses.replace(facts, kind=kind, ident="train", place="pve/train", pve=False, **more)
+    return rows(dataclasses.replace(facts, host={**facts.host, "config": facts.host.get("engine")}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "thaw", "memory", "uvm"),
+    [
+        (
+            "docker",
+            "docker start train",
+            "docker unpause train",
+            "docker update --memory 32g --memory-swap 32g train",
+            "make the container anew with docker run --gpus all …",
+        ),
+        (
+            "podman",
+            "podman start train",
+            "podman unpause train",
+            "podman update --memory 32g --memory-swap 32g train",
+            "make the container anew with podman run --device nvidia.com/gpu=all …",
+        ),
+        (
+            "incus",
+            "incus start train",
+            "incus resume train",
+            "incus config set train limits.memory 32GiB",
+            "incus restart train",
+        ),
+    ],
+)
+def test_other_kinds_get_commands_of_their_tools(kind, start, thaw, memory, uvm):
+    healthy = of_kind(kind, HEALTHY, toolkit=True)
+    assert not {"lock", "backups"} & set(healthy) and {one.status for one in healthy.values()} == {"ok"}
+    closed = {"hello": None, "here": None}
+    assert of_kind(kind, but(state="STOPPED", **closed))["container"].remedy == (f"ssh pve {start}",)
+    assert of_kind(kind, but(state="FROZEN", **closed))["container"].remedy == (f"ssh pve {thaw}",)
+    sudo = PVE.model_copy(update={"sudo": True})
+    stopped = of_kind(kind, but(state="STOPPED", machine=sudo, **closed))
+    assert stopped["container"].remedy == (f"ssh -t pve sudo {start}",)
+    few = of_kind(kind, hello(memory_limit=GIB))["memory"]
+    assert few.status == "warning" and few.remedy == (f"ssh pve {memory}",)
+    gone = of_kind(kind, here(uvm=None), toolkit=True)["uvm"]
+    assert gone.status == "fault" and gone.remedy[-1].endswith(uvm)
+    assert of_kind(kind, HEALTHY, unread={"state": "it did not say"}, state=None, hello=None)["container"].text == (
+        "it did not say"
+    )
+
+
+def test_a_container_of_docker_as_it_comes():
+    """64 MB of /dev/shm and no GPUs, where nobody said otherwise."""
+    found = of_kind(
+        "docker",
+        here(shm={"total": 64 * MIB, "free": 64 * MIB}, nvidia_smi=NO_GPU, devices=[], uvm=None, libcuda=[]),
+    )
+    assert found["shm"].status == "warning"
+    assert found["shm"].remedy == (
+        "ssh pve docker exec --privileged --user 0 train mount -o remount,size=16G /dev/shm",
+        "for good: make the container anew with docker run --shm-size=16g … (or --ipc=host)",
+    )
+    assert found["gpus"].status == "warning" and "this container has none" in found["gpus"].text
+    assert found["gpus"].remedy == (
+        "install NVIDIA's container toolkit (nvidia-container-toolkit) on the host",
+        "make the container anew with docker run --gpus all …",
+    )
+    mismatch = of_kind("docker", here(libcuda=["575.51.03"]))["driver"]
+    assert mismatch.status == "fault" and mismatch.remedy == ("ssh pve docker restart train",)
+    restarting = of_kind("docker", but(state="restarting", hello=None, here=None))["container"]
+    assert restarting.status == "fault" and restarting.remedy == ("ssh pve docker logs --tail 20 train",)
+
+
+def test_the_memory_that_docker_was_told_counts_too():
+    facts = but(host={**HEALTHY.host, "engine": ["Image: sha256:1", f"Memory: {4 * GIB}"]})
+    assert of_kind("docker", facts)["memory"].text.startswith("limit 4.0 GiB")
 
 
 def test_a_place_without_a_container_has_no_rows_about_one():

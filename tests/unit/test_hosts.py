@@ -53,12 +53,16 @@ hosts:
     ssh: {host: pve, user: root, port: 2222, identity_file: ~/k, known_hosts: k/h, ssh_config: /c, connect_timeout: 2}
     python: /usr/bin/python3.11
     root: /srv/orch
+    sudo: true
     containers:
       200:
       201: {kind: pct, root: /data}
       first: {id: 202, kind: pct}
       train: {}
       Other: {kind: lxc, id: other-1}
+      box: docker
+      210: podman
+      web: {kind: incus, id: web-1}
   no: {ssh: root@192.0.2.10:22}
   here: {ssh: null}
   local:
@@ -73,6 +77,7 @@ hosts:
             ssh_config=Path("/c"), connect_timeout=2.0,
         ),
         python="/usr/bin/python3.11",
+        sudo=True,
         root="/srv/orch",
         containers={
             "200": Container(kind="pct", id="200"),
@@ -80,6 +85,9 @@ hosts:
             "first": Container(kind="pct", id="202"),
             "train": Container(kind="lxc", id="train"),
             "Other": Container(kind="lxc", id="other-1"),
+            "box": Container(kind="docker", id="box"),
+            "210": Container(kind="podman", id="210"),
+            "web": Container(kind="incus", id="web-1"),
         },
     )  # fmt: skip
     assert hosts["no"].ssh == Ssh(host="192.0.2.10", user="root", port=22)
@@ -117,6 +125,7 @@ def test_ssh_as_text(text: str, parts: dict[str, Any]) -> None:
 
 
 HOST = "a host name, an address, or an alias of the SSH configuration"
+KINDS = '"pct" (Proxmox), "lxc", "incus", "docker" or "podman"'
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,7 @@ HOST = "a host name, an address, or an alias of the SSH configuration"
         ("pve:\n  ssh: a\n", ['hosts.yaml:1: unknown key "pve" (there are: hosts)']),
         ("hosts:\n  a: {ssh: b, name: c}\n",
          ['hosts.yaml:2: unknown key "name" (there are: ssh, root, wheels, protect, address, interface, python, '
-          "containers)"]),
+          "sudo, containers)"]),
         ("hosts:\n  a:\n    ssh: b\n  a:\n    ssh: c\n",
          ['hosts.yaml:4: the key "hosts.a" is there already, in line 2; keep one of them']),
         ("hosts:\n  a:\n    ssh: b\n    containers:\n      0200:\n",
@@ -164,8 +173,11 @@ HOST = "a host name, an address, or an alias of the SSH configuration"
         ("hosts:\n  a:\n    ssh: b\n    containers:\n      x:\n        kind: pct\n        id: 99\n",
          ["hosts.yaml:7: containers.x.id must be a VMID, a whole number from 100 without leading zeros, "
           'not "99"']),
-        ("hosts: {a: {ssh: b, containers: {x: {kind: docker}}}}\n",
-         ['hosts.yaml:1: containers.x.kind must be "pct" (Proxmox) or "lxc", not "docker"']),
+        ("hosts: {a: {ssh: b, containers: {x: {kind: dokcer}}}}\n",
+         [f'hosts.yaml:1: containers.x.kind must be {KINDS}, not "dokcer" (did you mean "docker"?)']),
+        ("hosts:\n  a:\n    ssh: b\n    containers:\n      x: inkus\n",
+         [f'hosts.yaml:5: containers.x.kind must be {KINDS}, not "inkus" (did you mean "incus"?)']),
+        ("hosts: {a: {ssh: b, sudo: doas}}\n", ['hosts.yaml:1: sudo must be true or false, not "doas"']),
         ("hosts: {a: {ssh: b, containers: {x: {id: '-x'}}}}\n",
          ['hosts.yaml:1: containers.x.id must be a VMID or the name of a container, not "-x"']),
         ("hosts: {a: {ssh: b, containers: {'a b': {id: c}}}}\n",
@@ -174,7 +186,7 @@ HOST = "a host name, an address, or an alias of the SSH configuration"
         ("hosts: {a: {ssh: b, containers: [200]}}\n",
          ["hosts.yaml:1: containers must be a mapping of names to containers, not a list"]),
         ("hosts: {a: {ssh: b, containers: {x: [1]}}}\n",
-         ["hosts.yaml:1: containers.x must be a mapping such as {kind: pct}, not a list"]),
+         ["hosts.yaml:1: containers.x must be a mapping such as {kind: pct}, or a kind alone, not a list"]),
         ("hosts: {a: {ssh: b, root: srv}}\n",
          ['hosts.yaml:1: root must be an absolute path at the place, such as /srv/orch, not "srv"']),
         ("hosts: {a: {ssh: b, python: '-c'}}\n",

@@ -36,7 +36,7 @@ def enter(shell, root, stdin=b"", digest="0" * 64, size=5, python=sys.executable
 
 
 def test_the_host_says_what_it_knows_and_hands_over(shell):
-    words = ["orch-host", "n0", "none", "none", "--", "printf", "%s|", "a b", "$c"]
+    words = ["orch-host", "n0", "none", "none", "-", "--", "printf", "%s|", "a b", "$c"]
     greet, done = run([*shell, "-c", script("host"), *words])
     facts = greet.host_facts()
     assert facts["hostname"] and facts["kernel"] and facts["boot_id"]
@@ -45,7 +45,8 @@ def test_the_host_says_what_it_knows_and_hands_over(shell):
 
 
 def test_the_status_of_the_way_in_is_passed_on(shell):
-    greet, done = run([*shell, "-c", script("host"), "orch-host", "n0", "none", "none", "--", "sh", "-c", "exit 9"])
+    words = ["orch-host", "n0", "none", "none", "-", "--", "sh", "-c", "exit 9"]
+    greet, done = run([*shell, "-c", script("host"), *words])
     assert done.returncode == 9 and greet.lines
 
 
