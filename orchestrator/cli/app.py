@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Launch, watch and repair training runs on your own GPU servers.",
-    epilog="Start here: orch launch demo",
+    epilog="Start here: orch init, in your project; or orch launch demo.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -40,6 +40,40 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe, such as settings.steps=50."),
 ]
+
+
+@app.command(short_help="Set up a project here: hosts.yaml and a recipe, checked.")
+def init(
+    machine: Annotated[
+        str | None,
+        typer.Argument(metavar="ALIAS", help="An alias of ~/.ssh/config, user@host, or local; asked when left out."),
+    ] = None,
+    container: Annotated[
+        str | None, typer.Option("--container", "-c", metavar="ID", help="A VMID or name, or none: the host itself.")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", metavar="KIND", help="The container's kind, where the host does not say.")
+    ] = None,
+    command: Annotated[
+        str | None, typer.Option("--command", metavar="WORDS", help="What runs, such as 'python train.py --lr 1e-4'.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="The recipe's name.")] = None,
+    environment: Annotated[
+        str | None, typer.Option("--environment", "-e", metavar="NAME", help="An environment that is there already.")
+    ] = None,
+    no_check: Annotated[bool, typer.Option("--no-check", help="Connect nowhere; only write.")] = False,
+    fingerprint: Annotated[
+        str | None, typer.Option("--fingerprint", help="Record an unknown host key if this is its fingerprint.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; take what is offered first.")] = False,
+) -> None:
+    """Set up a project in this folder: asks for a machine and what runs, checks the place, writes hosts.yaml and a
+    recipe. What is there already is kept."""
+    from orchestrator.cli.init import init_command
+    from orchestrator.init.flow import Options
+
+    options = Options(machine, container, kind, command, name, environment, check=not no_check)
+    init_command(options, yes=yes, fingerprint=fingerprint)
 
 
 @app.command(short_help="Build the environment, stage code, start, and follow.")
@@ -206,6 +240,17 @@ def trust(
     from orchestrator.cli.trust import trust_command
 
     trust_command(host, fingerprint=fingerprint, replace=replace, yes=yes)
+
+
+@app.command(short_help="Print JSON Schema, by which editors help with YAML files.")
+def schema(
+    kind: Annotated[str | None, typer.Argument(metavar="recipe|hosts|environment", help="The kind of file.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write all of them into this project's .orch/schema.")] = False,
+) -> None:
+    """Print the JSON Schema (2020-12) of recipes, of hosts.yaml, or of an environment's spec.yaml."""
+    from orchestrator.cli.schema import schema_command
+
+    schema_command(kind, write=write)
 
 
 app.add_typer(env_app)

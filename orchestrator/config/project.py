@@ -26,6 +26,13 @@ class Project:
     hosts_file: Path  # the nearest one; the bundled one, which holds `local` alone, when there is no other
     recipe_dirs: tuple[Path, ...]  # each with its envs/ beside the recipes
     hosts_looked: tuple[str, ...]  # where a hosts.yaml was looked for, as a sentence shows it
+    hosts_bundled: bool = False  # the one that comes with orch, since no other was found
+    own_root: Path | None = None  # the folder that holds the nearest recipes/ upwards, where there is one
+
+    @property
+    def own_hosts_file(self) -> Path | None:
+        """The hosts.yaml that counts, where it is not the one that comes with orch."""
+        return None if self.hosts_bundled else self.hosts_file
 
 
 def user_dir() -> Path:
@@ -49,14 +56,16 @@ def find_project(cwd: Path | None = None) -> Project:
     others = [folder / "recipes" for folder in (user_dir(), bundled_dir()) if _is_dir(folder / "recipes")]
     recipes = tuple(dict.fromkeys([*([nearest] if nearest else []), *others]))
     hosts_file = next((path for path in hosts if _is_file(path)), hosts[-1])
-    if hosts_file not in hosts[:-1]:
+    bundled = hosts_file not in hosts[:-1]
+    if bundled:
         looked: tuple[str, ...] = (
             f"{HOSTS_FILE} here and in every folder above",
             shown(user_dir() / HOSTS_FILE),
         )
     else:
         looked = (shown(hosts_file),)
-    return Project(cwd, hosts_file, recipes, looked)
+    root = nearest.parent if nearest else None
+    return Project(cwd, hosts_file, recipes, looked, bundled, root)
 
 
 def list_recipes(project: Project) -> dict[str, Path]:

@@ -1,0 +1,110 @@
+"""A recipe and an environment as `orch init` writes them: what was chosen, and beside it what can be said too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from orchestrator.config.models import RECIPE_NAME
+from orchestrator.init.environment import PLAIN, Choice
+from orchestrator.init.program import PYTHON
+
+_WIDTH = 100
+_WORD = re.compile(r"[A-Za-z0-9_./=][A-Za-z0-9_./=@+-]*")
+
+
+def recipe_name(text: str) -> str:
+    """A recipe's name made of a file's or folder's."""
+    name = re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:40]
+    return name if re.fullmatch(RECIPE_NAME, name) else "train"
+
+
+def recipe(
+    *, name: str, project: str, place: str, environment: Choice, command: Sequence[str], metrics: bool, pointer: str
+) -> str:
+    """The text of recipes/NAME.yaml. `pointer` is the line for editors, `project` the folder's name."""
+    started = " ".join(word for word in command if word != PYTHON) or command[0]
+    rows = [
+        ("place", _text(place), "HOST or HOST/CONTAINER of hosts.yaml; `--place` at launch takes another"),
+        ("environment", _text(environment.name), _environment(environment)),
+        ("code", ".", "this project travels as git sees it, uncommitted changes too; secrets such as .env do not"),
+    ]
+    width = max(len(f"{key}: {value}") for key, value, _ in rows) + 2
+    lines = [
+        pointer,
+        f"# What `orch launch {name}` does; `orch schema recipe` has every key. Words in braces are known at launch:",
+        "# {python}, the environment's Python; {run_dir}, where a run's files go; {code}, where this project lies.",
+        f"description: {_text(f'{started[:60]} of {project[:40]}')}",
+        *(f"{f'{key}: {value}'.ljust(width)}# {comment}" for key, value, comment in rows),
+        *_command(command),
+        "",
+        *_metrics(metrics),
+        "",
+        "# env:                     # environment variables of the program; always text",
+        "#   OMP_NUM_THREADS: 8",
+        "# secrets: [HF_TOKEN]      # variables whose values are taken from yours at launch, and written nowhere",
+        "# stop_grace: 120          # seconds that `orch stop` leaves it to save its work",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _environment(environment: Choice) -> str:
+    if environment.own:
+        return f"its packages: recipes/envs/{environment.name}/requirements.in, then `orch env lock {environment.name}`"
+    if environment.name == PLAIN:
+        return "Python without packages; the README of orch says how to have some"
+    return "comes with orch; for other packages make one of your own, by its README"
+
+
+def _command(command: Sequence[str]) -> list[str]:
+    line = f"command: [{', '.join(_flow(word) for word in command)}]"
+    return [line] if len(line) <= _WIDTH else ["command:", *(f"  - {_flow(word)}" for word in command)]
+
+
+def _metrics(there: bool) -> list[str]:
+    if there:
+        return [
+            "# The program appends its progress to the file $ORCH_METRICS. From this step on a run counts as healthy.",
+            "metrics: true",
+            "# health:",
+            "#   step: 50",
+        ]
+    return [
+        '# true, once the program appends lines such as {"step": 5, "loss": 2.1, "tokens": 4096, "time": 1764547200.0}',
+        "# to the file $ORCH_METRICS: step, loss and throughput are then shown, and a run that hangs is noticed.",
+        "metrics: false",
+    ]
+
+
+def spec(environment: Choice) -> str:
+    """The text of an environment's spec.yaml."""
+    lines = [
+        "# Which Pythons and which build of torch the packages of requirements.in are locked for.",
+        'python: ">=3.10,<3.14"',
+        f'torch: "{environment.torch}"',
+        f"backend: {environment.backend}  # torch's build; auto takes that for CPUs where there is no NVIDIA GPU",
+    ]
+    if environment.backend == "auto":
+        lines += [
+            "# torch's CPU builds are in no lock; they are taken by the hash that their index states.",
+            "index_hashes: true",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def requirements(environment: Choice) -> str:
+    """The text of its requirements.in."""
+    head = f"# What the program needs. After a change: orch env lock {environment.name}"
+    return "\n".join([head, *environment.requirements]) + "\n"
+
+
+def _text(text: str) -> str:
+    """Text as the value of a key."""
+    plain = re.fullmatch(r"[A-Za-z0-9_./][A-Za-z0-9_./ -]*[A-Za-z0-9_./-]|[A-Za-z0-9]", text)
+    return text if plain and text.lower() not in ("null", "~") else json.dumps(text, ensure_ascii=False)
+
+
+def _flow(text: str) -> str:
+    """Text as a word of a list in brackets."""
+    return text if _WORD.fullmatch(text) and text.lower() != "null" else json.dumps(text, ensure_ascii=False)
