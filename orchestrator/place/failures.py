@@ -184,7 +184,7 @@ FAILURES = (
         "the incus daemon on {host} is not running",
         "systemctl start incus",
     ),
-    Failure((INCUS,), r"Error: Command not (?:found|executable)", UsageError, _NO_SHELL),
+    Failure((INCUS,), r"Error: Command not (?:found|executable)", Unreachable, _NO_SHELL),
     Failure(
         (INCUS,),
         r"Instance not found|Error: not found|No such object",
@@ -219,7 +219,7 @@ FAILURES = (
         ENGINES,
         r"[Nn]o such container",
         UsageError,
-        "{host} has no container {id}; a rootless engine shows each user his own",
+        "{host} has no container {id}; a rootless engine shows each user their own",
         "{listing}",
     ),
     Failure(
@@ -241,7 +241,7 @@ FAILURES = (
     Failure(
         ENGINES,
         r'exec: "sh": |executable file `sh` not found',
-        UsageError,
+        Unreachable,
         _NO_SHELL,
     ),
     Failure(

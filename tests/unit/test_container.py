@@ -158,7 +158,7 @@ TEXTS = [
         "daemon on pve is not running",
         "ssh pve systemctl start incus",
     ),
-    ("incus", "Error: Command not found", UsageError, "has no sh", ""),
+    ("incus", "Error: Command not found", Unreachable, "has no sh", ""),
     ("incus", "orch-host: 1: exec: incus: not found", UsageError, "has no incus", ""),
     ("docker", "Error: No such container: train", UsageError, "no container train", "ssh pve docker ps -a"),
     (
@@ -211,7 +211,7 @@ TEXTS = [
         "join the group docker",
         "ssh -t pve sudo usermod -aG docker USER",
     ),
-    ("docker", f"{SHIM} in $PATH: unknown", UsageError, "has no sh", ""),
+    ("docker", f"{SHIM} in $PATH: unknown", Unreachable, "has no sh", ""),
     ("docker", "orch-host: 1: exec: docker: not found", UsageError, "has no docker", ""),
     (
         "podman",
@@ -231,7 +231,7 @@ TEXTS = [
         "podman",
         'Error: runc: exec failed: unable to start container process: exec: "sh": executable file not found in $PATH: '
         "OCI runtime attempted to invoke a command that was not found",
-        UsageError,
+        Unreachable,
         "has no sh",
         "",
     ),
@@ -239,7 +239,7 @@ TEXTS = [
         "podman",
         "Error: crun: executable file `sh` not found in $PATH: No such file or directory: OCI runtime attempted to "
         "invoke a command that was not found",
-        UsageError,
+        Unreachable,
         "has no sh",
         "",
     ),
@@ -296,7 +296,7 @@ def test_docker_tells_on_stdout_why_it_starts_nothing():
     greet = Greeting("n0")
     greet.feed(b"welcome\nn0 host.shell sh\n" + SHIM.encode() + b"\n")
     error = ended(place("docker"), greet, 126, "")
-    assert isinstance(error, UsageError) and "has no sh" in error.message
+    assert isinstance(error, Unreachable) and "has no sh" in error.message
 
 
 def test_every_failure_is_of_known_kinds():
