@@ -19,6 +19,7 @@ from orchestrator.snapshot import Entry, Snapshot, pack
 _HEAVY = frozenset([
     ".git", ".hg", ".svn", ".venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache",
     ".hypothesis", ".tox", ".nox", ".ipynb_checkpoints", ".eggs", ".terraform", ".direnv",
+    ".orch",
 ])  # and every virtual environment, whatever its name
 _SECRET_FOLDERS = frozenset([".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".gcloud"])
 _SECRET_FILES = (
