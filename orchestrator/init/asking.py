@@ -20,17 +20,31 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asker:
-    """Who answers. `read` asks with a prompt and gives a line, `show` puts text on the screen."""
+    """Who answers. `read` asks with a prompt and gives a line, `show` puts text on the screen.
+
+    `command` is the command so far; with an option more it answers a question by itself.
+    """
 
     read: Callable[[str], str]
     show: Callable[[str], None]
     terminal: bool
     yes: bool  # every question has its default, and none is asked
+    command: str = "orch init"
 
-    def choose(self, question: str, answers: Sequence[Answer], default: int | None, option: str, *, free: str) -> str:
-        """One of the answers, by its number or its name, or what `free` describes. `default`: an index.
+    def choose(
+        self,
+        question: str,
+        answers: Sequence[Answer],
+        default: int | None,
+        option: str,
+        *,
+        free: str,
+        numbers: bool = False,
+    ) -> str:
+        """One of the answers, by its number or its name, or what `free` describes. `default`: an index; `numbers`:
+        other numbers than those of the answers may be meant.
 
-        Raises UsageError where nobody can be asked, naming the option.
+        Raises UsageError where nobody can be asked, naming the option (with an answer, as it would be typed).
         """
         if not self.terminal or self.yes:
             return self._unasked(question, answers[default].value if default is not None else None, answers, option)
@@ -47,8 +61,9 @@ class Asker:
             if said.isdigit() and 1 <= int(said) <= len(answers):
                 return answers[int(said) - 1].value
             by_name = [one.value for one in answers if said in (one.value, one.shown)]
-            if by_name or said:
+            if by_name or (said and (numbers or not said.isdigit())):
                 return by_name[0] if by_name else said
+            self.show(f"there is no {said}" if said else "one has to be chosen")
 
     def text(self, question: str, default: str, option: str) -> str:
         """A line of text. Raises UsageError where nobody can be asked and there is no default."""
@@ -72,10 +87,10 @@ class Asker:
         if self.yes and default is not None:
             return default
         some = ", ".join(one.value for one in answers[:8])
-        known = f" ({some})" if some else ""
-        why = "there is more than one answer" if self.yes else "nobody can be asked here, since stdin is no terminal"
-        hint = f"{option}, or --yes for what orch would choose" if default is not None else option
-        raise UsageError(f"{question}?{known} {why}", hint)
+        known = f" Answers are: {some}." if some else ""
+        why = "--yes does not choose among several" if self.yes else "cannot be asked, since stdin is no terminal"
+        more = ", or --yes for what orch would choose" if default is not None else ""
+        raise UsageError(f'"{question}?" {why}.{known}', f"{self.command} {option}{more}")
 
     def _line(self, prompt: str, default: str) -> str:
         try:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator import schema_files
-from orchestrator.config import LOCAL, Project
+from orchestrator.config import LOCAL, Project, load_recipe
 from orchestrator.config.project import HOSTS_FILE
-from orchestrator.errors import UsageError
+from orchestrator.errors import OrchError, UsageError
 from orchestrator.init import hosts_text, recipe_text
 from orchestrator.init.flow import EXAMPLE, Chosen
 
@@ -46,7 +46,7 @@ def write(project: Project, chosen: Chosen) -> list[File]:
         return [
             *_example(chosen),
             _hosts(project, chosen),
-            _recipe(chosen),
+            _recipe(project, chosen),
             *_environment(chosen),
             *_schemas(chosen.root),
         ]
@@ -84,11 +84,11 @@ def _hosts(project: Project, chosen: Chosen) -> File:
     return File(path, CHANGED, f"{entry.place} was added")
 
 
-def _recipe(chosen: Chosen) -> File:
+def _recipe(project: Project, chosen: Chosen) -> File:
     path = chosen.root / "recipes" / f"{chosen.recipe}.yaml"
     other = path.with_suffix(".yml")
     if other.exists():
-        return File(other, KEPT, "it was there already")
+        return _kept(project, other, chosen)
     text = recipe_text.recipe(
         name=chosen.recipe,
         project=chosen.root.name,
@@ -99,7 +99,21 @@ def _recipe(chosen: Chosen) -> File:
         pointer=schema_files.pointer(path, chosen.root, "recipe"),
     )
     found = _fresh(path, text)
-    return found if found.how == WRITTEN else File(path, KEPT, "it was there already; --name NAME makes another")
+    return found if found.how == WRITTEN else _kept(project, path, chosen)
+
+
+def _kept(project: Project, path: Path, chosen: Chosen) -> File:
+    """A recipe that was there, and what of it is not as it would be written now."""
+    note = "it was there already; --name NAME makes another"
+    try:
+        said = load_recipe(project, str(path.absolute()))
+    except OrchError:
+        return File(path, KEPT, f"{note}; it cannot be read: orch plan {path.stem}")
+    wanted = [("place", said.place, chosen.entry.place), ("environment", said.environment, chosen.environment.name)]
+    other = [f"{key}: {new}" for key, old, new in wanted if old != new]
+    if not other:
+        return File(path, KEPT, "it was there already")
+    return File(path, KEPT, f"{note}. It says otherwise than this, which you may put there", "\n".join(other))
 
 
 def _environment(chosen: Chosen) -> list[File]:

@@ -18,6 +18,7 @@ from orchestrator.bundled import bundled_dir
 from orchestrator.config import LOCAL, Host, Place, Project, list_environments, load_hosts, parse_ssh
 from orchestrator.config.models import RECIPE_NAME
 from orchestrator.config.words import did_you_mean, quote
+from orchestrator.config.yaml_source import shown as path_shown
 from orchestrator.doctor.checks import judge
 from orchestrator.doctor.model import Facts, Report
 from orchestrator.doctor.read import read
@@ -31,6 +32,7 @@ from orchestrator.init.program import PYTHON, Needs, candidates, needs, script_o
 from orchestrator.init.recipe_text import recipe_name
 
 NONE = "none"
+_COMMAND = "--command 'python train.py'"
 _OTHER = "an alias, or user@host"
 EXAMPLE = "train.py"
 T = TypeVar("T")
@@ -76,6 +78,7 @@ def decide(
     hosts = load_hosts(project)
     entry = _machine(project, hosts, options, ask)
     host = hosts.get(entry.name) or entry.host()
+    ask = replace(ask, command=f"{ask.command} {entry.ssh or entry.name}")
     listed = Listed(())
     if options.check:
         listed = _listed(host, options, ask, trust)
@@ -101,14 +104,14 @@ def _machine(project: Project, hosts: dict[str, Host], options: Options, ask: As
     known = aliases()
     said = options.machine
     if said is None:
-        offered = [Answer(name, name, "in hosts.yaml") for name in hosts if name != LOCAL]
+        offered = [Answer(name, name, f"in {path_shown(project.hosts_file)}") for name in hosts if name != LOCAL]
         offered += [Answer(one.name, one.name, one.detail) for one in known if one.name not in hosts]
         first = 0 if len(offered) == 1 else None
         offered.append(Answer(LOCAL, LOCAL, "this machine"))
         if len(offered) == 1 and ask.terminal and not ask.yes:
             ask.show("~/.ssh/config names no machine; one can be given as user@host.")
             first = 0
-        said = ask.choose("Which machine", offered, first, "orch init ALIAS", free=_OTHER)
+        said = ask.choose("Which machine", offered, first, offered[0].value, free=_OTHER)
     said, slash, container = said.partition("/") if "://" not in said else (said, "", "")
     if slash and options.container is None:
         raise UsageError(
@@ -158,7 +161,7 @@ def _trusting(host: Host, trust: Trust, go: Callable[[], T]) -> T:
         trust(host)
         return go()
     except Unreachable as error:
-        hint = "to write the files all the same: orch init … --no-check"
+        hint = f"orch init {host.name} --no-check, which asks nobody and writes the files all the same"
         raise Unreachable(f"{error.message}; nothing was written", error.hint or hint) from None
 
 
@@ -180,7 +183,8 @@ def _container(entry: Entry, host: Host, listed: Listed, options: Options, ask: 
                 ask.show(f"{silent} on {host.name} did not say what there is; --container names one all the same.")
         else:
             free = "a VMID or name" if offered[:-1] else f"a VMID or name, or {NONE}"
-            said = ask.choose(f"Which container of {host.name}", offered, default, "--container ID|none", free=free)
+            option = f"--container {offered[0].value}"
+            said = ask.choose(f"Which container of {host.name}", offered, default, option, free=free, numbers=True)
     if said == NONE:
         return entry, host
     if said in named:
@@ -221,11 +225,11 @@ def _command(root: Path, options: Options, ask: Asker) -> tuple[list[str], bool]
     found = candidates(root)
     if not found:
         question = f"There is no program here yet. Write a small one to begin with, {EXAMPLE}"
-        if ask.sure(question, "--command 'python train.py'", default=True):
+        if ask.sure(question, _COMMAND, default=True):
             return [PYTHON, EXAMPLE], True
-        return words(ask.text("What runs", "python train.py", "--command 'python train.py'")), False
+        return words(ask.text("What runs", "python train.py", _COMMAND)), False
     answers = [Answer(shown(one), shown(one)) for one in found]
-    said = ask.choose("What runs", answers, 0, "--command 'python train.py'", free="a command")
+    said = ask.choose("What runs", answers, 0, _COMMAND, free="a command")
     return next((one for one in found if shown(one) == said), None) or words(said), False
 
 

@@ -63,8 +63,8 @@ def new_file(entry: Entry, pointer: str) -> str:
     """A whole hosts.yaml. `pointer` is the line for editors."""
     lines = [
         pointer,
-        "# The machines that orch works on, each named once. A place is HOST or HOST/CONTAINER, here",
-        f"# {entry.place}; local, this machine, is always there. `orch doctor PLACE` checks one.",
+        "# The machines that orch works on, each named once. A place is HOST or HOST/CONTAINER:",
+        f"# {entry.place}, say. This machine is `local`. `orch schema hosts` has every key.",
         "",
         "hosts:",
     ]
@@ -94,7 +94,7 @@ def _host_lines(entry: Entry, indent: int, *, comments: bool) -> list[str]:
         more = {"pct": "201: {kind: pct}", "lxc": "other: {kind: lxc}"}.get(entry.kind)
         rows += [(f"    # {more}", "as many as there are")] if more and entry.container != "201" else []
     if comments and entry.name != LOCAL:
-        rows.append(("  # root: /srv/orch", "where orch keeps its files on the host, and not in /var/lib/orch"))
+        rows.append(("  # root: /srv/orch", "where orch keeps its files on the host; else /var/lib/orch for root"))
     width = max((len(left) for left, right in rows if right), default=0) + 2
     pad = " " * indent
     text = [f"{pad}{left.ljust(width) + '# ' + right if right and comments else left}" for left, right in rows]

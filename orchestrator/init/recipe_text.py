@@ -51,10 +51,10 @@ def recipe(
 
 def _environment(environment: Choice) -> str:
     if environment.own:
-        return f"its packages: recipes/envs/{environment.name}/requirements.in, then `orch env lock {environment.name}`"
+        return f"its packages: recipes/envs/{environment.name}; after a change `orch env lock {environment.name}`"
     if environment.name == PLAIN:
-        return "Python without packages; the README of orch says how to have some"
-    return "comes with orch; for other packages make one of your own, by its README"
+        return "Python without packages; once the program imports some, run `orch init` again"
+    return "comes with orch; once the program imports more than it has, run `orch init` again"
 
 
 def _command(command: Sequence[str]) -> list[str]:
@@ -65,10 +65,9 @@ def _command(command: Sequence[str]) -> list[str]:
 def _metrics(there: bool) -> list[str]:
     if there:
         return [
-            "# The program appends its progress to the file $ORCH_METRICS. From this step on a run counts as healthy.",
-            "metrics: true",
+            "metrics: true              # the program appends its progress to the file $ORCH_METRICS",
             "# health:",
-            "#   step: 50",
+            "#   step: 50               # from this step on a run counts as healthy",
         ]
     return [
         '# true, once the program appends lines such as {"step": 5, "loss": 2.1, "tokens": 4096, "time": 1764547200.0}',
