@@ -49,8 +49,8 @@ FAILURES = (
         ALL,
         r"sudo: (?:a password is required|a terminal is required|interactive authentication is required)",
         Unreachable,
-        "sudo on {host} asks {user} for a password, which orch cannot give: let sudoers allow the way into {id} "
-        "with NOPASSWD (docs/hosts.md has the line)",
+        "sudo on {host} does not let {user} enter the container {id} without a password, which orch cannot give: "
+        "sudoers has to allow it with NOPASSWD (docs/hosts.md has the line)",
         "sudo -l",
     ),
     Failure(
@@ -129,7 +129,8 @@ FAILURES = (
         (PCT,),
         r"pct: (?:command )?not found|exec: pct: not found|unknown command:? ['\"]?pct",
         UsageError,
-        "{host} has no pct: it is no Proxmox VE host, so the container cannot be of kind pct",
+        "{host} has no pct for {user}: it is no Proxmox VE host, so the container cannot be of kind pct, or this is "
+        "no login of root's, which needs sudo: true in hosts.yaml",
         hint="kind: lxc in hosts.yaml, or the right host",
     ),
     Failure(
@@ -147,7 +148,7 @@ FAILURES = (
     ),
     Failure(
         (PCT, LXC),
-        r"lxc-attach: .*(?:[Pp]ermission denied|Operation not permitted|Insuffici?ent privileges)",
+        r"lxc-attach: .*(?:[Pp]ermission denied|Operation not permitted|Insuffici?ent privileges|You lack access)",
         Unreachable,
         "entering the container {id} on {host} needs root: " + _ROOT,
     ),

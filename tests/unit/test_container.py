@@ -101,15 +101,27 @@ TEXTS = [
     ),
     ("pct", "CT is locked (backup)", Unreachable, "locked (backup)", "ssh pve pct status train --verbose"),
     ("pct", "Device /dev/nvidia0 does not exist", Unreachable, "/dev/nvidia0", "ssh pve nvidia-smi"),
-    ("pct", "sh: 1: pct: not found", UsageError, "has no pct", "kind: lxc in hosts.yaml, or the right host"),
+    (
+        "pct",
+        "sh: 1: pct: not found",
+        UsageError,
+        "has no pct for this user",
+        "kind: lxc in hosts.yaml, or the right host",
+    ),
     (
         "pct",
         "orch-host: 60: exec: pct: not found",
         UsageError,
+        "has no pct for this user",
+        "kind: lxc in hosts.yaml, or the right host",
+    ),
+    (
+        "pct",
+        "bash: line 1: pct: command not found",
+        UsageError,
         "has no pct",
         "kind: lxc in hosts.yaml, or the right host",
     ),
-    ("pct", "bash: line 1: pct: command not found", UsageError, "no pct", "kind: lxc in hosts.yaml, or the right host"),
     ("pct", "missing command at /usr/share/perl5/PVE/CLI/pct.pm line 246.", Unreachable, "does not understand", ""),
     ("pct", "400 not enough arguments\npct exec <vmid>", Unreachable, "does not understand", ""),
     ("pct", "Unknown option: l\n400 unable to parse option", Unreachable, "Unknown option: l", ""),
@@ -257,8 +269,8 @@ def test_texts_of_each_kind(kind, text, error, words, hint):
 
 
 SUDO = [
-    ("sudo: a password is required", Unreachable, "asks me for a password", "ssh -t me@pve sudo -l"),
-    ("sudo: interactive authentication is required", Unreachable, "asks me for a password", "ssh -t me@pve sudo -l"),
+    ("sudo: a password is required", Unreachable, "without a password", "ssh -t me@pve sudo -l"),
+    ("sudo: interactive authentication is required", Unreachable, "without a password", "ssh -t me@pve sudo -l"),
     (
         "Sorry, user me is not allowed to execute '/usr/sbin/pct exec 200 -- sh -c #\nx' as root on pve.",
         Unreachable,
