@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 
 from orchestrator.config import Project
-from orchestrator.schema import KINDS, schema
 
 FOLDER = ".orch/schema"
 _POINTER = re.compile(r"^# yaml-language-server: \$schema=(\S*" + re.escape(FOLDER) + r")/\w+\.json\s*$", re.MULTILINE)
@@ -22,6 +21,8 @@ _HEAD = 2000  # characters of a file in which the line is looked for
 
 def text_of(kind: str) -> str:
     """The schema as `orch schema` prints it."""
+    from orchestrator.schema import schema  # here, since most commands only look whether there is a pointer
+
     return json.dumps(schema(kind), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -33,6 +34,8 @@ def pointer(file: Path, root: Path, kind: str) -> str:
 
 def write(root: Path) -> list[Path]:
     """Has the schemas in the project as this version of orch makes them; those that were written. Raises OSError."""
+    from orchestrator.schema import KINDS
+
     folder = root / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     ignored = folder.parent / ".gitignore"

@@ -15,14 +15,17 @@ def doctor_command(place: str | None, *, json: bool, explain: bool) -> None:
         typer.Exit: 1 where a launch would fail.
         Unreachable, Refused, UsageError: the host cannot be reached, or there is no such container.
     """
+    from orchestrator.config import find_project
     from orchestrator.doctor.checks import judge
     from orchestrator.doctor.read import explanation, read
+    from orchestrator.schema_files import refresh
     from orchestrator.view.doctor import print_report
 
     where = meant_place(place)
     if explain:
         print(explanation(where))
         return
+    refresh(find_project())
     report = judge(read(where))
     if json:
         print_json(report.to_json())

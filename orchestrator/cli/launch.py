@@ -14,6 +14,7 @@ from orchestrator.explain import explanation
 from orchestrator.launch import Launch
 from orchestrator.records import warming
 from orchestrator.run import BEFORE_TRAINING, RunStatus
+from orchestrator.schema_files import refresh
 from orchestrator.several import carry_out, launches
 from orchestrator.watch import Interrupted, Observed, follow
 
@@ -53,6 +54,7 @@ def _asked(
 ) -> list[Launch]:
     """A launch for each of the recipe's places."""
     project, hosts = project_and_hosts()
+    refresh(project)
     loaded = load_recipe(project, recipe, place_override=place, overrides=overrides)
     if warm:
         loaded = warming(loaded)
