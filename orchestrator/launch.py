@@ -28,6 +28,7 @@ from orchestrator.config import (
 )
 from orchestrator.environment.build import BuiltEnvironment, ensure, existing
 from orchestrator.errors import OrchError, Refused, Unreachable, UsageError
+from orchestrator.gpus import step as gpus_step
 from orchestrator.place.session import Session, open_session
 from orchestrator.provenance import provenance
 from orchestrator.records import CACHE_FOLDERS, paths, snapshot_arguments, start_record
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from orchestrator.compile_cache.key import Prediction
     from orchestrator.compile_cache.staging import CachePlan, Sending
     from orchestrator.compile_cache.store import Store
+    from orchestrator.gpus.model import Claimed
+    from orchestrator.gpus.read import Asked
 
 _CHUNK = 1 << 20
 
@@ -71,7 +74,7 @@ class Member:
 
 @dataclass
 class Launch:
-    """One launch at one place on its way. The first nine fields are what is asked for, the rest what the steps
+    """One launch at one place on its way. The first ten fields are what is asked for, the rest what the steps
     found. Of a run over several places each place has its own (see `several`)."""
 
     project: Project
@@ -81,6 +84,7 @@ class Launch:
     new: bool = False
     latest: bool = False  # lift a pin
     why: str = ""  # for the record
+    share_gpus: bool = False  # launch also on GPUs that others have
     warm: bool = False  # compile all that the recipe will use, and train nothing: its command is then WARM_UP
     member: Member | None = None  # which of several places this is
     spec: EnvironmentSpec | None = None
@@ -93,6 +97,8 @@ class Launch:
     run: str = ""
     how: str = ""  # new | continue | running
     state: Mapping[str, Any] = field(default_factory=dict)
+    gpus: Claimed | None = None  # None where none are wanted
+    claiming: Asked | None = None  # the host's end, which keeps the claim until the runner does
     environment: BuiltEnvironment | None = None
     cache: Prediction | None = None  # what the trainer will find compiled; None where that is not known
     from_step: int = 0  # of the checkpoint of an earlier run that this one has to go on from
@@ -341,6 +347,7 @@ def start(launch: Launch) -> str:
                 launch.snapshot,
                 launch.pin,
                 launch.cache,
+                None if launch.gpus is None else launch.gpus.to_json(),
             ),
             indent=1,
         ),
@@ -363,6 +370,7 @@ def start(launch: Launch) -> str:
         timeout=60.0,
     )
     launch.state = reply.data["state"]
+    gpus_step.release(launch)
     return f"{launch.run}, runner {(launch.state.get('runner') or {}).get('pid', '?')} in tmux"
 
 
@@ -373,6 +381,7 @@ STEPS: tuple[Step, ...] = (
     ("connect", connect),
     ("generation", generation),
     ("claim", claim),
+    ("gpus", gpus_step.claim),
     ("environment", environment),
     ("code", code),
     ("cache", cache),

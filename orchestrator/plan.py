@@ -11,6 +11,7 @@ from orchestrator.config import EnvironmentSpec, recipe_digest
 from orchestrator.environment.build import CHECK_LIMIT, BuiltEnvironment, EnvironmentPlan, request, status
 from orchestrator.environment.build import plan as plan_environment
 from orchestrator.generations import Pinned
+from orchestrator.gpus import step as gpus_step
 from orchestrator.launch import STEPS, Launch, connect, left_behind, no_cache, of, planned_cache
 from orchestrator.run import BEFORE_TRAINING
 from orchestrator.several import in_one_line, reach, reach_all, together
@@ -133,6 +134,9 @@ def plan_launch(launch: Launch) -> LaunchPlan:
     what = _claim(launch)
     steps.append(PlannedStep("claim", what))
     requests.append("claim the run, under a lock")
+    step, asked = _gpus(launch)
+    steps.append(step)
+    requests += asked
     if launch.pin is not None:
         return _pinned(launch, launch.pin, steps, requests)
     assert launch.spec is not None and launch.snapshot is not None
@@ -244,6 +248,11 @@ def _cache(launch: Launch) -> tuple[PlannedStep, list[str]]:
 def _spec(launch: Launch) -> EnvironmentSpec:
     assert launch.spec is not None
     return launch.spec
+
+
+def _gpus(launch: Launch) -> tuple[PlannedStep, list[str]]:
+    planned = gpus_step.plan(launch)
+    return PlannedStep("gpus", planned.what, how="refused" if planned.refused else ""), list(planned.requests)
 
 
 def _claim(launch: Launch) -> str:

@@ -31,6 +31,7 @@ def provenance(
     snapshot: Snapshot,
     pin: Pinned | None = None,
     cache: Prediction | None = None,
+    gpus: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The record kept as `provenance.json` in the run's directory. With a `pin` the code is what that says of it."""
     manifest = environment.manifest
@@ -49,6 +50,7 @@ def provenance(
         "code": {"digest": snapshot.digest, **(_origin(snapshot) if pin is None else pin.code)},
         "pinned_to": None if pin is None else pin.generation,
         "compile_cache": None if cache is None else cache.to_json(),
+        "gpus": None if gpus is None else dict(gpus),
         "host": {name: hello.host.get(name) for name in _HOST},
         "container": {name: container.get(name) for name in _CONTAINER},
         "secrets": sorted(recipe.secrets),

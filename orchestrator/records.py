@@ -104,8 +104,10 @@ def start_record(launch: Launch) -> dict[str, Any]:
             "TORCHINDUCTOR_CACHE_DIR": f"{private}/inductor",
             "TRITON_CACHE_DIR": f"{private}/triton",
             **network(launch),
+            **_visible(launch),
             **launch.recipe.env,
         },
+        "gpus": None if launch.gpus is None else launch.gpus.to_json(),
         "place": launch.place.name,
         "peers": peers(launch),
         "metrics": launch.recipe.metrics,
@@ -115,6 +117,12 @@ def start_record(launch: Launch) -> dict[str, Any]:
         "cache": cache_record(launch),
         "generation": {} if launch.warm else generation_record(launch),
     }
+
+
+def _visible(launch: Launch) -> dict[str, str]:
+    """By UUID: what CUDA counts from 0 are then the claimed GPUs, whatever their indices here or on the host."""
+    visible = launch.gpus.visible if launch.gpus is not None else None
+    return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
 
 
 def peers(launch: Launch) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from orchestrator import elastic
 from orchestrator.config import Host, Project, Recipe, resolve_place
 from orchestrator.errors import ConfigError, OrchError, Refused, UsageError
+from orchestrator.gpus import step as gpus_step
 from orchestrator.launch import STEPS, Launch, Member, Report
 from orchestrator.together import at_once, joined
 
@@ -103,7 +104,7 @@ def carry_out(all_: Sequence[Launch], report: Report) -> Sequence[Launch]:
             started = together(step, _not_running(others))
             told = together(step, _not_running([first])) + started
         else:
-            told = together(step, _not_running(all_))
+            told = _carried(step, _not_running(all_))
         report.end(name, in_one_line(all_, told))
         if name == "generation":
             _same_generation(all_)
@@ -115,6 +116,16 @@ def carry_out(all_: Sequence[Launch], report: Report) -> Sequence[Launch]:
                 together(partial(elastic.take, of=going_on), all_)
                 report.note("claim", elastic.told(going_on))
     return all_
+
+
+def _carried(step: Callable[[Launch], str], all_: Sequence[Launch]) -> list[str]:
+    """The step at all these places; one that is refused for its GPUs anywhere leaves nothing behind anywhere."""
+    try:
+        return together(step, all_)
+    except Refused:
+        if step is gpus_step.claim:
+            gpus_step.give_up(all_)
+        raise
 
 
 def together(step: Callable[[Launch], T], all_: Sequence[Launch]) -> list[T]:

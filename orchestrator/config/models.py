@@ -315,6 +315,30 @@ def code_mapping(value: Any) -> Any:
     return value
 
 
+def _gpus(value: Any) -> Any:
+    """`gpus` of a recipe: "all", "none", a number as text, or a list of indices and UUIDs as text; None: automatic."""
+    if value is None or isinstance(value, (list, tuple)):
+        words = None if value is None else [str(word) for word in value]
+        if words is not None and (not words or len(set(words)) < len(words) or not all(map(_GPU.fullmatch, words))):
+            raise ValueError("no list of GPUs")
+        return words
+    text = str(value)
+    if re.fullmatch("0*[0-9]{1,4}", text):
+        return str(int(text)) if int(text) else "none"
+    if text not in ("all", "none"):
+        raise ValueError("no number of GPUs")
+    return text
+
+
+_GPU = re.compile("[0-9]{1,4}|GPU-[0-9A-Fa-f-]{4,60}")
+
+Gpus = Annotated[
+    str | list[str] | None,
+    BeforeValidator(_gpus),
+    Expect("all, none, a number such as 2, or a list of indices and UUIDs such as [0, 1]"),
+]
+
+
 class Recipe(_Model):
     """What to run, where, in which environment, and what counts as healthy."""
 
@@ -344,6 +368,7 @@ class Recipe(_Model):
     ] = None
     settings: Annotated[dict[str, Any], Expect("a mapping: the trainer's configuration")] = Field(default_factory=dict)
     env: Annotated[dict[VariableName, Text], Expect("a mapping of names to text")] = Field(default_factory=dict)
+    gpus: Gpus = None
     secrets: Annotated[list[SecretName], Expect("a list of names of environment variables")] = Field(
         default_factory=list
     )

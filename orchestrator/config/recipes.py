@@ -162,6 +162,7 @@ def check_recipe(source: RecipeSource) -> Recipe:
     if isinstance(document.data, dict):
         problems += _secret_problems(document)
         problems += _places_problems(document, source.whole)
+        problems += _gpus_problems(document)
         own_code = code_mapping(document.data.get("code")) is not None
         if own_code and document.data.get("command") is None and source.whole:
             problems.append(
@@ -188,9 +189,11 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _said(recipe: Recipe) -> dict[str, Any]:
-    """All keys but that of `place` and `places` which the recipe does not use, and `elastic` where it does not."""
+    """All keys but that of `place` and `places` which the recipe does not use, and `elastic` and `gpus` where it
+    does not."""
     unused = {"place"} if recipe.places else {"places"}
-    return recipe.model_dump(exclude=unused if recipe.elastic else unused | {"elastic"})
+    unused |= set() if recipe.elastic else {"elastic"}
+    return recipe.model_dump(exclude=unused if recipe.gpus is not None else unused | {"gpus"})
 
 
 def recipe_digest(recipe: Recipe, place: Place | str) -> str:
@@ -283,6 +286,14 @@ def _secret_problems(document: Document) -> list[str]:
         elif name.startswith("ORCH_"):
             problems.append(f"{where}: env.{name} cannot be set: names that begin with ORCH_ are orch's own")
     return problems
+
+
+def _gpus_problems(document: Document) -> list[str]:
+    """Two that say which GPUs could say different ones."""
+    env = document.data.get("env")
+    if document.data.get("gpus") is None or not isinstance(env, dict) or "CUDA_VISIBLE_DEVICES" not in env:
+        return []
+    return [f"{document.where_key(('gpus',))}: gpus and env.CUDA_VISIBLE_DEVICES exclude each other; keep one of them"]
 
 
 def _places_problems(document: Document, whole: bool) -> list[str]:

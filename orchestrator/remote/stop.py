@@ -18,11 +18,11 @@ BEYOND = 10.0  # seconds that a runner gets on top of the grace
 
 
 def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
-    """`{run, by, grace, kill}` -> `{"run", "state", "phase", "already", "left"}`; events `{"stopping":
+    """`{run, by, grace, kill, why}` -> `{"run", "state", "phase", "already", "left"}`; events `{"stopping":
     sentence}`.
 
     `grace`: seconds between SIGTERM and SIGKILL, by default the recipe's; `kill`: at once. `already`: it had
-    ended before. `left`: processes that could not be ended. OpError: not_found, or failed where something
+    ended before; `why`: of a run that has not begun, what its record says. `left`: processes that could not be ended. OpError: not_found, or failed where something
     still lives.
     """
     run = find(call.root, args.get("run"))
@@ -121,6 +121,8 @@ def _ask(run: RunDir, args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     spare = [os.getpid(), *processes.ancestors(os.getpid(), until=ends)] if _within(run) else []
     asked = {"by": args.get("by"), "at": time.time(), "grace": 0.0 if kill else float(grace), "kill": kill}
     asked["spare"] = spare
+    if args.get("why"):
+        asked["why"] = str(args["why"])
     try:
         write_json(run.file("stop.json"), asked)
     except OSError as e:
@@ -206,7 +208,7 @@ def _without_runner(run: RunDir, asked: Dict[str, Any], call: Any) -> Dict[str, 
     if left:
         raise OpError("failed", "%s: could not be ended: %s" % (run.run, _named(left)))
     reason = "its runner was gone; its processes were ended" if begun or state.get("phase") not in BEFORE else None
-    mark_stopped(run, state, asked, reason or "stopped before it began")
+    mark_stopped(run, state, asked, reason or asked.get("why") or "stopped before it began")
     tmux.kill(run.run)
     return _answer(run, already=False, left=[])
 

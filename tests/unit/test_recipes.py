@@ -136,8 +136,8 @@ def problems(content: str, name: str = "r", overrides: tuple[str, ...] = ()) -> 
 
 VARIABLE = "the name of an environment variable (letters, digits and _, no digit first)"
 ALL = (
-    "name, extends, description, place, places, elastic, environment, code, command, settings, env, secrets, metrics, "
-    "health, stop_grace, sample_seconds, rules"
+    "name, extends, description, place, places, elastic, environment, code, command, settings, env, gpus, "
+    "secrets, metrics, health, stop_grace, sample_seconds, rules"
 )
 
 
