@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator import history
 from orchestrator.config import EnvironmentSpec
 from orchestrator.environment.build import existing, request, status
 from orchestrator.environment.progress import Progress, silent
@@ -101,7 +102,17 @@ def _recorded_code(session: Session, pin: Pinned) -> Mapping[str, Any]:
 
 def generations(session: Session, recipe: str | None) -> list[dict[str, Any]]:
     """Each recipe's generations at the place, the oldest first, and its pin."""
-    return list(session.call("generations", {"recipe": recipe}).data["recipes"])
+    found = list(session.call("generations", {"recipe": recipe}).data["recipes"])
+    place = session.place.name
+    names = [_seen(place, str(one["recipe"]), each) for one in found for each in one["generations"]]
+    history.see("generation", place, recipe, names)
+    return found
+
+
+def _seen(place: str, recipe: str, generation: Mapping[str, Any]) -> history.Seen:
+    """For whoever types its number next."""
+    words = " ".join(str(generation.get(key) or "") for key in ("standing", "run"))
+    return history.Seen("generation", place, recipe, str(generation.get("generation")), words.strip())
 
 
 def choose(session: Session, recipe: str, to: int | None) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:

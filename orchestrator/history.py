@@ -1,7 +1,9 @@
-"""The workstation's index: which run is at which place, and how long the steps of launches took.
+"""The workstation's index: which run is at which place, how long the steps of launches took, and which generations
+and caches were last seen where.
 
 The place is the truth. This file only saves the asking, and can be deleted at any time: a run that is
-not in it is looked for at every place, and put back; how long steps take is learnt again from the next launches.
+not in it is looked for at every place, and put back; how long steps take is learnt again from the next launches, and
+names from the next lists.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 _SCHEMA = (
     """
@@ -36,7 +39,16 @@ create table if not exists step_times (
     bytes integer not null,
     seconds real not null
 )""",
+    """
+create table if not exists names_seen (
+    kind text not null,
+    place text not null,
+    recipe text not null,
+    name text not null,
+    words text not null
+)""",
 )
+_LINUX: bool = sys.platform == "linux"
 _MOST_TIMES = 2000  # the newest are kept: some two hundred launches
 
 
@@ -66,11 +78,24 @@ class StepTime:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A name that a list showed at a place, kept for whoever types it next: a recipe's "generation", or a "cache"."""
+
+    kind: str
+    place: str
+    recipe: str
+    name: str
+    words: str = ""  # what it is
+
+
 def state_directory() -> Path:
     """Where the workstation keeps its index (`ORCH_STATE_DIR`, else the platform's state directory)."""
     given = os.environ.get("ORCH_STATE_DIR")
     if given:
         return Path(given)
+    if _LINUX:  # the same, without the time that the import takes
+        return Path(os.environ.get("XDG_STATE_HOME", "").strip() or Path.home() / ".local/state") / "orch"
     from platformdirs import user_state_path
 
     return Path(user_state_path("orch"))
@@ -190,6 +215,60 @@ def step_times() -> list[StepTime]:
         _warn(str(error))
         return []
     return [StepTime(*row) for row in rows]
+
+
+def at_a_glance(place: str | None = None, most: int = 200) -> list[Entry]:
+    """The newest runs in the index, for a shell that completes a word: nothing is written or said, and nothing waited
+    for. As `known`, where the index can be read at once."""
+    return [Entry(*row) for row in _read(_RUNS, (place, most))]
+
+
+def environments_at_a_glance() -> list[tuple[str, str, str]]:
+    """Environments that launches used, the same way: id, recipe and place, the latest first."""
+    rows = _read(_ENVIRONMENTS, ())
+    return [(str(ident), str(recipe), str(place)) for ident, recipe, place, _ in rows]
+
+
+def see(kind: str, place: str, recipe: str | None, names: Collection[Seen]) -> None:
+    """Put names into the index in place of all of that kind there (with `recipe`: of that recipe's), as far as it can
+    be written."""
+    try:
+        with _database() as database:
+            database.execute(
+                "delete from names_seen where kind = ?1 and place = ?2 and (?3 is null or recipe = ?3)",
+                (kind, place, recipe),
+            )
+            database.executemany("insert into names_seen values (?, ?, ?, ?, ?)", [astuple(one) for one in names])
+    except (OSError, sqlite3.Error) as error:
+        _warn(str(error))
+
+
+def names_at_a_glance(kind: str, place: str | None = None, recipe: str | None = None) -> list[Seen]:
+    """Names of a kind, at one place or of one recipe where that is said, as they were put there; see `at_a_glance`."""
+    return [Seen(*row) for row in _read(_NAMES, (kind, place, recipe))]
+
+
+_NAMES = (
+    "select * from names_seen where kind = ?1 and (?2 is null or place = ?2) and (?3 is null or recipe = ?3) "
+    "order by rowid limit 200"
+)
+_RUNS = "select * from runs_at_places where ?1 is null or place = ?1 order by created desc, run desc limit ?2"
+_ENVIRONMENTS = (
+    "select environment, recipe, place, max(rowid) as latest from step_times where environment <> '' "
+    "group by environment, recipe, place order by latest desc limit 200"
+)
+
+
+def _read(query: str, arguments: tuple[object, ...]) -> list[tuple[Any, ...]]:
+    path = state_directory() / "index.sqlite"
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.05)
+        try:
+            return connection.execute(query, arguments).fetchall()
+        finally:
+            connection.close()
+    except (OSError, ValueError, sqlite3.Error):
+        return []
 
 
 def matching(reference: str | None, entries: list[Entry]) -> list[Entry]:

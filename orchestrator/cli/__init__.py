@@ -10,6 +10,11 @@ from collections.abc import Callable
 
 def main() -> None:
     """Entry point of the script `orch`. Exit codes: see docs/operations.md."""
+    if "_ORCH_COMPLETE" in os.environ:  # a shell asks what a word can become, at each Tab: nothing else is imported
+        from orchestrator.completion.shells import answer
+
+        answer(os.environ["_ORCH_COMPLETE"], sys.argv[1:])
+        return
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is put away
         _main()

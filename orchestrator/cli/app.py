@@ -12,7 +12,7 @@ from orchestrator.cli.env import env_app
 app = typer.Typer(
     name="orch",
     no_args_is_help=True,
-    add_completion=True,
+    add_completion=False,  # orchestrator/completion answers before any of this is imported
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Launch, watch and repair training runs on your own GPU servers.",
@@ -272,6 +272,19 @@ def rollback_env(
     from orchestrator.cli.rollback import rollback_command
 
     rollback_command(recipe, place, to=to, yes=yes, explain=explain, json=json)
+
+
+@app.command(short_help="Have bash, zsh or fish complete what you type.")
+def completion(
+    shell: Annotated[
+        str | None, typer.Argument(metavar="bash|zsh|fish", help="The shell that this runs in when left out.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the script; write nothing.")] = False,
+) -> None:
+    """Have bash, zsh or fish complete commands, options, runs, places, recipes and keys: put it into its files."""
+    from orchestrator.cli.completion import completion_command
+
+    completion_command(shell, show=show)
 
 
 def _version(value: bool) -> None:

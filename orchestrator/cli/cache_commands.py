@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from orchestrator import history
 from orchestrator.cli.context import project_and_hosts
 from orchestrator.cli.env_commands import meant_place, meant_places
 from orchestrator.cli.output import console, print_json
@@ -55,13 +56,17 @@ def warm_command(
 def list_command(place: str | None, *, here: bool, explain: bool, json: bool) -> None:
     """Show what is at one place, or at all and here. Raises Unreachable where no place answered."""
     from orchestrator.compile_cache.store import Store
-    from orchestrator.view.cache import print_list, print_stored
+    from orchestrator.view.cache import print_list, print_stored, recipes
 
     places = _here_or(place, here, all_=True)
     if explain:
         _explain(places, ["the compile caches, and what runs told of them"], here or place is None)
         return
     answers, failed = _asked(places, "cache_list", {"key": None})
+    for name, found, _ in answers:
+        if found is not None:
+            seen = [history.Seen("cache", name, ", ".join(recipes(one)), one["key"]) for one in found["caches"]]
+            history.see("cache", name, None, seen)
     stored = Store().all() if here or place is None else []
     if json:
         told = [
