@@ -24,7 +24,7 @@ for step in range(1, 41):
     print(f"step {step} loss {error**2:.4f}", flush=True)
     with open(os.environ.get("ORCH_METRICS", os.devnull), "a") as metrics:
         print(json.dumps({"step": step, "loss": error**2, "tokens": 1, "time": time.time()}), file=metrics)
-    time.sleep(0.1)
+    time.sleep(0.05)
 """
 
 WRITTEN, CHANGED, KEPT = "written", "changed", "kept"
