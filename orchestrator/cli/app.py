@@ -84,6 +84,9 @@ def launch(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it runs.")] = False,
     new: Annotated[bool, typer.Option("--new", help="Another run, also when the same launch is under way.")] = False,
     latest: Annotated[bool, typer.Option("--latest", help="Lift the recipe's pin: take the working tree.")] = False,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Also on GPUs that another run or process has.")
+    ] = False,
     why: Annotated[str, typer.Option("--why", help="A word for the record of the generation.")] = "",
     explain: ExplainOption = False,
     json: JsonOption = False,
@@ -92,7 +95,16 @@ def launch(
     from orchestrator.cli.launch import launch_command
 
     launch_command(
-        recipe, place, set_ or [], detach=detach, new=new, latest=latest, why=why, explain=explain, json=json
+        recipe,
+        place,
+        set_ or [],
+        detach=detach,
+        new=new,
+        latest=latest,
+        share_gpus=share_gpus,
+        why=why,
+        explain=explain,
+        json=json,
     )
 
 
@@ -123,6 +135,20 @@ def status(
     from orchestrator.cli.status import status_command
 
     status_command(run, place, watch=watch, all_=all_, tail=tail, json=json, explain=explain)
+
+
+@app.command(short_help="Show all GPUs of a host, and who has them.")
+def gpus(
+    place: Annotated[
+        str | None, typer.Argument(metavar="PLACE", help="HOST or HOST/CONTAINER; every host when left out.")
+    ] = None,
+    json: JsonOption = False,
+    explain: ExplainOption = False,
+) -> None:
+    """Show all GPUs of a host: who has which, and memory that no visible process holds."""
+    from orchestrator.cli.gpus import gpus_command
+
+    gpus_command(place, json=json, explain=explain)
 
 
 @app.command()

@@ -49,6 +49,7 @@ def _asked(
     *,
     new: bool = False,
     latest: bool = False,
+    share_gpus: bool = False,
     why: str = "",
     warm: bool = False,
 ) -> list[Launch]:
@@ -58,7 +59,7 @@ def _asked(
     loaded = load_recipe(project, recipe, place_override=place, overrides=overrides)
     if warm:
         loaded = warming(loaded)
-    return launches(project, hosts, loaded, report, new=new, latest=latest, why=why, warm=warm)
+    return launches(project, hosts, loaded, report, new=new, latest=latest, share_gpus=share_gpus, why=why, warm=warm)
 
 
 def _planned(asked: list[Launch]) -> LaunchPlan:
@@ -104,6 +105,7 @@ def launch_command(
     explain: bool,
     json: bool,
     warm: bool = False,
+    share_gpus: bool = False,
 ) -> None:
     """Launch, then follow to the end unless detached.
 
@@ -111,7 +113,7 @@ def launch_command(
         typer.Exit: 1 when the run failed, was stopped or is lost.
     """
     if explain:
-        _explain(recipe, place, overrides, new=new, latest=latest, warm=warm)
+        _explain(recipe, place, overrides, new=new, latest=latest, warm=warm, share_gpus=share_gpus)
         return
     if json and not detach:
         raise UsageError("--json goes with --detach: to follow a run as JSON, ask orch status --json")
@@ -122,7 +124,8 @@ def launch_command(
     with LaunchDisplay(out) as display:
         report = Timed(_Silent() if json else display)
         display.expected = report.expected
-        asked = _asked(recipe, place, overrides, report, new=new, latest=latest, why=why, warm=warm)
+        more = {"new": new, "latest": latest, "warm": warm, "share_gpus": share_gpus}
+        asked = _asked(recipe, place, overrides, report, why=why, **more)
         launch, names = asked[0], _names(asked)
         report.launches = asked
         try:
@@ -158,11 +161,18 @@ def _say(out: Console, what: str, run: str) -> None:
 
 
 def _explain(
-    recipe: str, place: str | None, overrides: list[str], *, new: bool, latest: bool, warm: bool = False
+    recipe: str,
+    place: str | None,
+    overrides: list[str],
+    *,
+    new: bool,
+    latest: bool,
+    warm: bool = False,
+    share_gpus: bool = False,
 ) -> None:
     from orchestrator.view.plan import print_plan
 
-    asked = _asked(recipe, place, overrides, _Silent(), new=new, latest=latest, warm=warm)
+    asked = _asked(recipe, place, overrides, _Silent(), new=new, latest=latest, warm=warm, share_gpus=share_gpus)
     plan = _planned(asked)
     for launch in asked:
         print(explanation(launch.place, plan.requests))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from orchestrator.config import Place
@@ -21,7 +21,7 @@ class HostReport:
     """What one host answered. With `error` nothing is known of it; `reading.problem` says why its GPUs are not."""
 
     host: str
-    reading: Reading = Reading()
+    reading: Reading = field(default_factory=Reading)
     error: OrchError | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +49,13 @@ def _holder(holder: Holder, gpu: Gpu, reading: Reading) -> dict[str, Any]:
     if holder.claim is not None:
         claim = holder.claim
         pids = [one.pid for one in reading.processes if (one.uuid, one.run) == (gpu.uuid, claim.run)]
-        told = {"run": claim.run, "place": claim.place, "user": claim.user, "alive": claim.alive, "pids": pids}
+        told: dict[str, Any] = {
+            "run": claim.run,
+            "place": claim.place,
+            "user": claim.user,
+            "alive": claim.alive,
+            "pids": pids,
+        }
         return {"kind": "run", **told, "container": _container(claim.owner)}
     if holder.process is not None:
         one = holder.process
