@@ -118,6 +118,11 @@ COMMANDS: dict[str, tuple[str, tuple[tuple[tuple[str, ...], str | None, str], ..
         (('--explain',), None, 'Print what would run at the place, and how often it is asked; run nothing'),
         (('--help', '-h'), None, 'Show what there is'),
     ), ('place',)),
+    'gpus': ('Show all GPUs of a host, and who has them', (
+        (('--json',), None, 'Print one JSON object'),
+        (('--explain',), None, 'Print what would run at the place, and how often it is asked; run nothing'),
+        (('--help', '-h'), None, 'Show what there is'),
+    ), ('place',)),
     'init': ('Set up a project here: hosts.yaml and a recipe, checked', (
         (('--container', '-c'), '', 'A VMID or name, or none: the host itself'),
         (('--kind',), '', "The container's kind, where the host does not say"),
@@ -135,6 +140,7 @@ COMMANDS: dict[str, tuple[str, tuple[tuple[tuple[str, ...], str | None, str], ..
         (('--detach', '-d'), None, 'Return once it runs'),
         (('--new',), None, 'Another run, also when the same launch is under way'),
         (('--latest',), None, "Lift the recipe's pin: take the working tree"),
+        (('--share-gpus',), None, 'Also on GPUs that another run or process has'),
         (('--why',), '', 'A word for the record of the generation'),
         (('--explain',), None, 'Print what would run at the place, and how often it is asked; run nothing'),
         (('--json',), None, 'Print one JSON object'),
@@ -207,6 +213,7 @@ RECIPE_KEYS: tuple[tuple[str, str], ...] = (
     ('command', 'a list of words, such as [python, train.py]'),
     ('settings.', "a mapping: the trainer's configuration"),
     ('env.', 'a mapping of names to text'),
+    ('gpus', 'all, none, a number such as 2, or a list of indices and UUIDs such as [0, 1]'),
     ('secrets', 'a list of names of environment variables'),
     ('metrics', 'true or false'),
     ('health.', 'a mapping with step and tokens_per_second'),

@@ -178,7 +178,7 @@ def _overrides(current: str, given: Given) -> list[Candidate]:
         return [(f"{key}={value}", help_) for value, help_ in _values_of(key, given)]
     found: dict[str, str] = {}
     for known, help_ in keys.items():
-        if known.startswith(key):
+        if known.startswith(key) and not (known == key and key.endswith(".")):
             dot = known.find(".", len(key))
             if dot >= 0 and dot + 1 < len(known):  # further parts, for another keystroke
                 found.setdefault(known[: dot + 1], keys.get(known[: dot + 1], ""))
@@ -264,12 +264,12 @@ def _mapping(text: str) -> dict[str, Any]:
             found = yaml.load(text, Loader=loader)
             return found if isinstance(found, dict) else {}
         except yaml.MarkedYAMLError as error:
-            mark = error.context_mark or error.problem_mark
-            if error.problem_mark is not None and mark is not None:
-                mark = min(mark, error.problem_mark, key=lambda one: one.line)
-            if mark is None or not mark.line:
+            # a bracket that is not closed is found wrong far below where it stands
+            mark = error.context_mark if "flow" in (error.context or "") else error.problem_mark
+            lines = text.splitlines(keepends=True)
+            if mark is None or not lines:
                 return {}
-            text = "".join(text.splitlines(keepends=True)[: mark.line])
+            text = "".join(lines[: min(mark.line, len(lines) - 1)])
         except (yaml.YAMLError, ValueError, RecursionError):
             return {}
     return {}
