@@ -164,20 +164,25 @@ class FollowDisplay:
             self.console.print(Text(text), soft_wrap=True)
 
     def _line(self, status: RunStatus) -> str:
-        return f"{status.phase:<10} {self._told_of(status)}"
+        first = self._first(status)
+        return f"{status.phase:<10} {self._told_of(status)}{f'  ({first})' if first else ''}"
+
+    def _first(self, status: RunStatus) -> str:
+        """When the first step is to be expected, until it has come."""
+        if status.step is not None or self.first_step is None or status.has_ended:
+            return ""
+        return f"first step about {took(self.first_step.seconds)} after the start, {self.first_step.why}"
 
     def _told_of(self, status: RunStatus) -> str:
         """What is known beside the phase."""
-        age, first = duration(status.seconds), ""
-        if status.step is None and self.first_step is not None and not status.has_ended:
-            first = f"  (first step {about(self.first_step)})"
+        age = duration(status.seconds)
         if status.step is None and (words := phase_words(status)) != status.phase:
-            return f"{words.removeprefix(status.phase).strip()}  {age}{first}"
+            return f"{words.removeprefix(status.phase).strip()}  {age}"
         step = "-" if status.step is None else str(status.step)
         of = f"/{self.total_steps}" if self.total_steps else ""
         return (
             f"step {step}{of}  loss {number(status.loss)}  {rate(status.tokens_per_second)} tokens/s  "
-            f"τ {number(acceptance_length(status), '.2f')}  {age}{first}"
+            f"τ {number(acceptance_length(status), '.2f')}  {age}"
         )
 
     def _block(self, status: RunStatus) -> RenderableType:
@@ -185,6 +190,8 @@ class FollowDisplay:
         phase = Text(f"  {status.phase:<10}", style=PHASE_STYLE.get(status.phase, ""))
         grid.add_row(phase, Text(self._told_of(status)))
         parts: list[RenderableType] = [grid]
+        if first := self._first(status):
+            parts.append(Text(f"             {first}", style="dim", no_wrap=True, overflow="ellipsis"))
         if self.total_steps and status.step is not None:
             bar = Table.grid(padding=(0, 1))
             bar.add_row(

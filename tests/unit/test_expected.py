@@ -168,6 +168,45 @@ def shown(plan):
     return out.getvalue()
 
 
+def test_a_step_that_goes_on_is_shown_with_what_is_expected_of_it(monkeypatch):
+    from rich.console import Console
+
+    from orchestrator.view import follow
+
+    monkeypatch.setattr(follow, "_PLAIN_EVERY", 0.0)
+    for terminal in (True, False):
+        for expectation, said in [(Expectation(28.0, "as last time"), True), (Expectation(0.4, "as last time"), False)]:
+            out = io.StringIO()
+            console = Console(file=out, force_terminal=terminal, width=100, color_system=None)
+            with follow.LaunchDisplay(console) as display:
+                display.expected = lambda step, expectation=expectation: expectation
+                display.begin("environment")
+                display.progress("environment", "installing", 3, 9, "packages")
+                display.end("environment", "built")
+            assert ("(about 28 s, as last time)" in out.getvalue()) == said
+            assert "installing" in out.getvalue() and out.getvalue().rstrip().endswith("built")
+
+
+def test_until_its_first_step_a_run_is_shown_with_when_that_is_expected():
+    from rich.console import Console
+
+    from orchestrator.run import from_probe
+    from orchestrator.view.follow import FollowDisplay
+
+    item = {"run": "demo-1", "phase": "compiling", "state": {"recipe": "demo", "created": 90.0}}
+    (waiting,) = from_probe({"time": 100.0, "runs": [item]}, b"", "local")
+    (training,) = from_probe({"time": 100.0, "runs": [{**item, "metrics": {"last": {"step": 3}}}]}, b"", "local")
+    for terminal in (True, False):
+        shown = []
+        for status in (waiting, training):
+            out = io.StringIO()
+            console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+            with FollowDisplay(console, 9, Expectation(118.0, "as last time")) as display:
+                display.observed(status)
+            shown.append("first step about 1 m 58 s after the start, as last time" in out.getvalue())
+        assert shown == [True, False]
+
+
 class Told:
     """A report that keeps what it was told."""
 
