@@ -21,14 +21,14 @@ start_of() {
   set -- ${line##*) }
   started=${20}
 }
-# Whether a runner of the run $1 lives in the container $2 ("?": in any). Its words are: python -I ZIPAPP runner FOLDER;
-# tmux has the last two of them too, and stays when the runner is gone.
+# Whether a runner of the run $1 lives in the container $2 ("?": in any). Its words are: python -I ZIPAPP runner FOLDER,
+# or python -I -c CODE FOLDER, by which the code imports the runner; tmux has them all too, and stays when it is gone.
 runner_lives() {
   for file in $(grep -l -F -e "/runs/$1" /proc/[0-9]*/cmdline); do
     if tr '\0' '\n' <"$file" | {
       two='' four='' five=''
       IFS= read -r line && IFS= read -r two && IFS= read -r line && IFS= read -r four && IFS= read -r five
-      [ "$two" = -I ] && [ "$four" = runner ] && [ "${five%/runs/"$1"}" != "$five" ]
+      case $two/$four in -I/runner | -I/*remote.runner\ import\ main*) [ "${five%/runs/"$1"}" != "$five" ] ;; *) false ;; esac
     }; then
       owner='?'
       owner_of <"${file%/cmdline}/cgroup"
