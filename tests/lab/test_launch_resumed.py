@@ -40,7 +40,8 @@ carry_out(Launch(project, loaded, resolve_place(load_hosts(project), place), Rep
 # Counts its starts where every run of the test would count them.
 TRAINER = 'echo "$ORCH_RUN_ID $$" >>{run_dir}/../../starts-%s; echo started; exec sleep 300'
 
-POINTS = [(moment, name) for name, _ in STEPS for moment in ("before", "after")]
+# The step `gpus` does nothing where none are wanted: cut off there is cut off before or after it.
+POINTS = [(moment, name) for name, _ in STEPS for moment in ("before", "after") if name != "gpus"]
 POINTS += [("during", "environment"), ("during", "code")]
 
 
