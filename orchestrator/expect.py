@@ -93,7 +93,7 @@ def with_times(plan: LaunchPlan, times: Sequence[StepTime]) -> LaunchPlan:
     for step in plan.steps:
         refused = refused or step.how == "refused"
         how = step.how or way(step.name, step.bytes, False)
-        size = None if how == BUILT and not step.bytes else step.bytes
+        size = None if step.more or (how == BUILT and not step.bytes) else step.bytes
         found = None if refused else expected(times, step.name, plan.place, plan.recipe, plan.environment, how, size)
         steps.append(step if found is None else replace(step, seconds=found.seconds, why=found.why))
     first = None

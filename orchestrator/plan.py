@@ -35,6 +35,7 @@ class PlannedStep:
     how: str = ""
     seconds: float | None = None  # expected, where something alike is known
     why: str = ""  # on what that rests
+    more: bool = False  # bytes beyond these, of files that have to be fetched to this machine first
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,18 @@ class LaunchPlan:
         return sum(step.bytes for step in self.steps)
 
     @property
+    def more(self) -> bool:
+        """Whether more than these would be, how many is not known yet."""
+        return any(step.more for step in self.steps)
+
+    @property
     def seconds(self) -> float | None:
         """Expected of all steps together; None where that of one is not known."""
         known = [step.seconds for step in self.steps if step.seconds is not None]
         return sum(known) if len(known) == len(self.steps) else None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "bytes": self.bytes, "seconds": self.seconds}
+        return {**asdict(self), "bytes": self.bytes, "more": self.more, "seconds": self.seconds}
 
 
 def plan(all_: Sequence[Launch]) -> LaunchPlan:
@@ -118,7 +124,8 @@ def _merged(all_: Sequence[Launch], steps: Sequence[PlannedStep]) -> PlannedStep
         told = told[:1]  # which run it is the first place says
     ways = [one.how for one in steps]
     how = next((how for how in ("refused", "built", "streamed") if how in ways), ways[0])
-    return PlannedStep(steps[0].name, in_one_line(all_, told), sum(one.bytes for one in steps), how)
+    more = any(one.more for one in steps)
+    return PlannedStep(steps[0].name, in_one_line(all_, told), sum(one.bytes for one in steps), how, more=more)
 
 
 def plan_launch(launch: Launch) -> LaunchPlan:
@@ -164,7 +171,7 @@ def plan_launch(launch: Launch) -> LaunchPlan:
 
 def _whole(launch: Launch, steps: Sequence[PlannedStep], requests: Sequence[str], environment: str) -> LaunchPlan:
     compiling = None
-    if launch.environment is not None:
+    if launch.environment is not None and not launch.warm:
         compiling = "" if launch.cache is None else launch.cache.predicted
     return LaunchPlan(
         launch.recipe.name, launch.place.name, tuple(steps), tuple(requests), environment, compiling=compiling
@@ -210,12 +217,14 @@ def _environment(plan: EnvironmentPlan) -> tuple[PlannedStep, list[str]]:
     missing = [file for file in plan.files if not file.there]
     what = f"{plan.id}, to build from {len(plan.files)} files"
     if plan.to_fetch:
-        what += f"; {plan.to_fetch} of them to fetch to this machine first, so the bytes are not known yet"
+        what += f"; {plan.to_fetch} of them to fetch to this machine first"
+    more = any(file.size is None for file in missing)
+    what += ", so the bytes are not known yet" if more else ""
     if missing:
         requests.append("which of its files are there?")
     requests += [f"put {file.name}" for file in missing]
     requests.append("build it, and verify it")
-    return PlannedStep("environment", what, plan.bytes_to_send or 0, "built"), requests
+    return PlannedStep("environment", what, sum(file.size or 0 for file in missing), "built", more=more), requests
 
 
 def _cache(launch: Launch) -> tuple[PlannedStep, list[str]]:

@@ -190,7 +190,8 @@ def _follow(out: Console, asked: list[Launch], timed: Timed) -> int:
     last: RunStatus | None = None
     tail = b""
     try:
-        steps, first = None if launch.warm else _total_steps(launch.recipe.settings), timed.expected_first_step()
+        steps = None if launch.warm else _total_steps(launch.recipe.settings)
+        first = None if launch.warm else timed.expected_first_step()
         with FollowDisplay(out, steps, first) as display:
             for event in follow(launch.place, launch.run, session=launch.session, wait=1.0):
                 if isinstance(event, Interrupted):

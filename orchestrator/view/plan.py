@@ -10,7 +10,7 @@ from orchestrator.plain import plain
 from orchestrator.plan import LaunchPlan, PlannedStep
 from orchestrator.view.text import size
 
-_MOMENT = 0.5  # seconds: what is expected to be shorter is said once, in the sum
+_MOMENT = 1.0  # seconds: what is expected to be shorter counts in the sum alone
 
 
 def print_plan(console: Console, plan: LaunchPlan) -> None:
@@ -19,14 +19,15 @@ def print_plan(console: Console, plan: LaunchPlan) -> None:
     for number, step in enumerate(plan.steps, start=1):
         line = Text(f"  {number}. {step.name:<12} {plain(step.what)}")
         if step.bytes:
-            line.append(f"  [{size(step.bytes)}]")
+            line.append(f"  [{size(step.bytes)}{' and more' if step.more else ''}]")
         if told := _time(step):
             line.append(f"  ({told})", style="dim")
         console.print(line, soft_wrap=True)
         if step.how == "refused":
             console.print(f"  and end there: nothing would be started at {plan.place}", soft_wrap=True)
             return
-    console.print(f"  stream {plan.bytes:,} bytes ({size(plan.bytes)}) to {plan.place}", soft_wrap=True)
+    least = "at least " if plan.more else ""
+    console.print(f"  stream {least}{plan.bytes:,} bytes ({size(plan.bytes)}) to {plan.place}", soft_wrap=True)
     console.print(f"  {_sum(plan)}", soft_wrap=True)
 
 

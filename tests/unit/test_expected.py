@@ -140,6 +140,14 @@ def test_nothing_is_expected_of_what_will_not_come_about():
     assert [step.seconds for step in plan.steps] == [0.8, None, None] and plan.first_step is None
 
 
+def test_bytes_that_are_not_known_yet_are_not_counted_as_none():
+    steps = (replace(PLAN.steps[1], how=BUILT, bytes=3 * MB, more=True), PLAN.steps[2])
+    plan = replace(PLAN, steps=steps)
+    assert (plan.bytes, plan.more) == (53 * MB, True) and plan.to_json()["more"] is True
+    text = shown(with_times(plan, [took(60.0, step="environment", how=BUILT, bytes=900 * MB)]))
+    assert "[3.0 MB and more]  (about 1 m 00 s, as last time)" in text and "stream at least 53,000,000 bytes" in text
+
+
 @pytest.mark.parametrize(
     ("times", "said"),
     [
