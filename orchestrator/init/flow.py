@@ -191,8 +191,8 @@ def _container(entry: Entry, host: Host, listed: Listed, options: Options, ask: 
         return replace(entry, container=said, kind=named[said].kind), host
     found = next((one for one in listed.found if said in (one.id, one.label)), None)
     # where a tool did not answer, its containers may still be meant by a name; a number is a VMID
-    silent = options.kind in listed.failed if options.kind or said.isdigit() else bool(listed.failed)
-    if found is None and listed.found and not silent:
+    unheard = options.kind in listed.failed if options.kind or said.isdigit() else bool(listed.failed)
+    if found is None and listed.found and not unheard:
         known = [one.id for one in listed.found]
         raise UsageError(
             f"{host.name} has no container {quote(said)}{did_you_mean(said, known)}; it has {', '.join(known)}",

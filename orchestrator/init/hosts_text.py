@@ -6,7 +6,6 @@ and held against what was meant; where the text cannot be edited so, there is th
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 from orchestrator.config import LOCAL, Container, Host, Project, Ssh, load_hosts, parse_ssh
 from orchestrator.config.models import HOST_NAME
 from orchestrator.errors import OrchError
+from orchestrator.init.recipe_text import quoted
 
 _TITLES = {
     "pct": "a Proxmox container, by its VMID",
@@ -108,7 +108,7 @@ def _container(entry: Entry) -> str:
 def _scalar(text: str) -> str:
     """The text as one word of YAML, quoted where it has to be."""
     plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./@-]*(?::\d+)?", text) and text.lower() not in ("null", "true")
-    return text if plain else json.dumps(text)
+    return text if plain else quoted(text)
 
 
 def added(project: Project, entry: Entry) -> str | None:

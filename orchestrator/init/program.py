@@ -122,8 +122,9 @@ def _imported(root: Path, script: Path) -> tuple[set[str], list[str]]:
             continue
         texts.append(text)
         for name in _names(tree) if tree else ():
-            top = name.partition(".")[0]
-            inner = _own(name, (path.parent, root, root / "src"))
+            top = name.partition(".")[0]  # empty where the import is relative
+            folders = (path.parent, root, root / "src") if top else (path.parent, path.parent.parent)
+            inner = _own(name.lstrip("."), folders)
             if inner:
                 todo += [one for one in inner if one not in seen]
                 seen |= set(inner)
@@ -133,7 +134,7 @@ def _imported(root: Path, script: Path) -> tuple[set[str], list[str]]:
 
 
 def _names(tree: ast.AST) -> list[str]:
-    """What is imported, but for what may be missing: an import whose ImportError is caught."""
+    """What is imported, a relative import with its dots; not what may be missing: whose ImportError is caught."""
     found: list[str] = []
     todo: list[ast.AST] = [tree]
     while todo:
@@ -142,8 +143,9 @@ def _names(tree: ast.AST) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            found += [base] if base else []
-            found += [f"{base}.{alias.name}".strip(".") for alias in node.names] if node.level or not base else []
+            dots = "." * node.level
+            found += [f"{dots}{base}", *(f"{dots}{base}.{alias.name}" for alias in node.names)] if base else []
+            found += [f"{dots}{alias.name}" for alias in node.names] if not base else []
         optional = isinstance(node, ast.Try) and any("ImportError" in ast.dump(h) for h in node.handlers)
         todo += [*node.handlers, *node.orelse] if isinstance(node, ast.Try) and optional else ast.iter_child_nodes(node)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
@@ -98,12 +97,24 @@ def requirements(environment: Choice) -> str:
     return "\n".join([head, *environment.requirements]) + "\n"
 
 
+def quoted(text: str) -> str:
+    """Any text in double quotes, as YAML reads them."""
+    escapes = {'"': '\\"', "\\": "\\\\"}
+
+    def one(character: str) -> str:
+        code = ord(character)
+        plain = character if character.isprintable() else f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}"
+        return escapes.get(character, plain)
+
+    return f'"{"".join(map(one, text))}"'
+
+
 def _text(text: str) -> str:
     """Text as the value of a key."""
     plain = re.fullmatch(r"[A-Za-z0-9_./][A-Za-z0-9_./ -]*[A-Za-z0-9_./-]|[A-Za-z0-9]", text)
-    return text if plain and text.lower() not in ("null", "~") else json.dumps(text, ensure_ascii=False)
+    return text if plain and text.lower() not in ("null", "~") else quoted(text)
 
 
 def _flow(text: str) -> str:
     """Text as a word of a list in brackets."""
-    return text if _WORD.fullmatch(text) and text.lower() != "null" else json.dumps(text, ensure_ascii=False)
+    return text if _WORD.fullmatch(text) and text.lower() != "null" else quoted(text)
