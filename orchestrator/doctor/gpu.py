@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 from orchestrator.doctor.model import Facts, Unread, Verdict, fault, ok, reading, unknown, warning
+from orchestrator.place.container import KINDS
 from orchestrator.place.greeting import driver_version
 from orchestrator.remote import nvidia_smi
 
@@ -59,7 +60,7 @@ def _user_space(facts: Facts, kernel: str | None) -> tuple[str, ...]:
     archive = f"NVIDIA-Linux-x86_64-{kernel or 'VERSION'}.run"
     if facts.kind in ("docker", "podman"):
         # The toolkit brings the libraries in as the container starts.
-        return (facts.on_host(f"{facts.kind} restart {{id}}"),)
+        return (facts.on_host(KINDS[facts.kind].restart),)
     if facts.kind == "none":
         return (f"install the driver's libraries of version {kernel or 'VERSION'}, or reboot after an upgrade",)
     return (
@@ -120,13 +121,13 @@ def _node(facts: Facts, name: str = "nvidia-uvm") -> tuple[str, ...]:
         if not given:
             free = next(number for number in range(256) if number not in taken)
             steps.append(facts.on_host(f"pct set {{id}} --dev{free} /dev/{name}"))
-        return (*steps, facts.on_host("pct reboot {id}"))
+        return (*steps, facts.on_host(KINDS[facts.kind].restart))
     if facts.kind == "incus":
         device = "gpu gputype=physical" if name == "nvidia0" else f"unix-char source=/dev/{name} path=/dev/{name}"
         steps.append(facts.on_host(f"incus config device add {{id}} {name} {device}"))
         if name == "nvidia0":
             steps.append(facts.on_host("incus config set {id} nvidia.runtime=true nvidia.driver.capabilities=all"))
-        return (*steps, facts.on_host("incus restart {id}"))
+        return (*steps, facts.on_host(KINDS[facts.kind].restart))
     if facts.kind in ("docker", "podman"):
         # What a container sees of GPUs is settled when it is made.
         option = "--gpus all" if facts.kind == "docker" else "--device nvidia.com/gpu=all"

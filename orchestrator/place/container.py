@@ -19,7 +19,7 @@ class Kind:
     """One kind of container: the command that enters it, and the commands a user is told to type on the host.
 
     `{id}` is the container's. `look` shows its state, `thaw` lets a frozen or paused one go on, `memory` raises its
-    limit; an empty one means that there is no such command.
+    limit; an empty `restart` means that there is no such command.
     """
 
     enter: str
@@ -27,7 +27,7 @@ class Kind:
     listing: str
     start: str
     thaw: str
-    memory: str = ""
+    memory: str
     restart: str = ""
 
     @property

@@ -1,7 +1,8 @@
 """What the texts of the ways into containers mean, in a sentence and a command.
 
 Their exit codes are also those of commands inside, so only texts are looked at. Those of docker 20.10 and 28, podman
-4.3 and sudo 1.9 were seen, pct's and lxc-attach's too; newer wordings of docker, incus and sudo-rs stand beside them.
+4.3, LXD 5.0 (from which incus comes) and sudo 1.9 were seen, as were pct's and lxc-attach's; wordings of newer docker,
+of incus and of sudo-rs stand beside them.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ echo 'me:*:19000:0:99999:7:::' >>/etc/shadow
 echo 'me:x:1500:' >>/etc/group
 mkdir -p /home/me && chown 1500:1500 /home/me
 """
-# Exactly the lines that docs/hosts.md gives, and docker beside them.
+# The first is the line of docs/hosts.md.
 SUDOERS = """\
 Defaults use_pty
 me ALL=(root) NOPASSWD: /usr/sbin/pct exec 200 *, /usr/bin/cat /etc/pve/lxc/200.conf
-me ALL=(root) NOPASSWD: /usr/local/bin/docker *
+me ALL=(root) NOPASSWD: /usr/local/bin/docker *, /usr/bin/lxc-attach -n 200 *
 """
 SSHD = """\
 Port 22
@@ -149,7 +149,8 @@ def test_a_container_without_a_shell(lab):
 def test_sudo_is_the_way_into_containers(lab):
     """Nothing of it is lost on the way, through the terminal of its own that sudo makes (use_pty) too."""
     assert run(as_me(lab), "sh", "-c", "id -u; cat; exit 7", stdin=BYTES) == (7, b"0\n" + BYTES, "")
-    assert run(as_me(lab, "docker-200"), "hostname")[:2] == (0, b"train200\n")
+    for name in ("docker-200", "lxc"):
+        assert run(as_me(lab, name), "hostname")[:2] == (0, b"train200\n")
     with open_session(as_me(lab)) as session:
         assert session.root == "/var/lib/orch"
         # which this user may not read by himself
