@@ -72,15 +72,18 @@ def _recipe() -> Schema:
     whole: Schema = {"required": made.pop("required")}
     whole["required"].remove("name")  # the file's
     made["properties"]["name"] = _or_null(made["properties"]["name"])
-    parts = {}
+    parts: dict[str, Schema] = {}
     for name, field in Recipe.model_fields.items():
         model = _plain(field.annotation)[0]
         needed = _required(model) if _is_model(model) else []
         if needed:
             inner.made[model.__name__].pop("required")
             parts[name] = {"if": {"type": "object"}, "then": {"required": needed}}
-    if parts:
-        whole["properties"] = parts
+    # a variable with nothing after it takes the base's away
+    variables = made["properties"]["env"]
+    variables["additionalProperties"] = _or_null(variables["additionalProperties"])
+    parts["env"] = {"additionalProperties": {"not": {"type": "null"}}}
+    whole["properties"] = parts
     extending = {"required": ["extends"], "properties": {"extends": {"not": {"type": "null"}}}}
     return {**made, "if": extending, "then": True, "else": whole, "$defs": inner.made}
 

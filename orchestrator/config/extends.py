@@ -69,6 +69,8 @@ def _lay(document: Document, onto: dict[str, Any], own: Document, said: dict[str
             _lay(document, onto[key], own, value, loc)
             continue
         _forget(document, loc)
+        if value is None and at == ("env",) and onto.pop(key, None) is not None:
+            continue  # a variable of the base's is taken away; no other has the value nothing
         onto[key] = copy.deepcopy(value)
         for marks, new in ((document.keys, own.keys), (document.values, own.values)):
             marks.update({mark: where for mark, where in new.items() if mark[: len(loc)] == loc})

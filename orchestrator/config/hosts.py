@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.config.models import HOST_NAME, Host, Place
-from orchestrator.config.problems import in_order, validate
+from orchestrator.config.problems import in_order, keys_of, validate
 from orchestrator.config.project import Project
-from orchestrator.config.words import did_you_mean, listing, quote
+from orchestrator.config.words import did_you_mean, listing, nearest, quote
 from orchestrator.config.yaml_source import Document, Loc, read_yaml
 from orchestrator.errors import ConfigError, UsageError
 
@@ -100,6 +100,8 @@ def _ssh(document: Document, at: Loc, name: str, entry: dict[str, Any], folder: 
             ]
         return []
     if "ssh" not in entry:
+        if any(nearest(key, keys_of(Host)) == "ssh" for key in entry):
+            return []  # misspelt, which is told
         return [
             f'{document.where_key(at)}: the key "ssh" is missing in host {quote(name)}; add "ssh: {name}" '
             '(or "ssh: null" when it is this machine)'

@@ -14,9 +14,9 @@ from typing import Any
 
 from orchestrator.config.extends import base_of, merged
 from orchestrator.config.models import RECIPE_NAME, Place, Recipe, code_mapping
-from orchestrator.config.problems import dotted, in_order, validate
+from orchestrator.config.problems import dotted, in_order, keys_of, validate
 from orchestrator.config.project import Project, list_recipes
-from orchestrator.config.words import did_you_mean, listing, quote
+from orchestrator.config.words import did_you_mean, listing, nearest, quote
 from orchestrator.config.yaml_source import Document, Loc, Where, dump_yaml, parse_yaml, read_yaml, shown
 from orchestrator.errors import ConfigError, UsageError
 
@@ -164,7 +164,10 @@ def check_recipe(source: RecipeSource) -> Recipe:
         problems += _places_problems(document, source.whole)
         problems += _gpus_problems(document)
         own_code = code_mapping(document.data.get("code")) is not None
-        if own_code and document.data.get("command") is None and source.whole:
+        misspelt = any(
+            key not in keys_of(Recipe) and nearest(key, keys_of(Recipe)) == "command" for key in document.data
+        )
+        if own_code and document.data.get("command") is None and source.whole and not misspelt:
             problems.append(
                 f"{document.where_key(('code',))}: code is a tree of your own, so a command must say what runs; "
                 'add "command: [python, train.py]"'

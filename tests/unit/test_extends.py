@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config import dump_recipe, find_project, load_recipe, parse_recipe, recipe_digest
+from orchestrator.config import dump_recipe, find_project, load_hosts, load_recipe, parse_recipe, recipe_digest
 from orchestrator.config.extends import merged
 from orchestrator.config.yaml_source import Document, dump_yaml, parse_yaml
 from orchestrator.errors import ConfigError, UsageError
@@ -176,3 +176,19 @@ def test_merging_is_plain_merging_and_every_value_has_its_place(base: dict, own:
 
     walk(made.data, ())
     assert all(loc[:1] in ((), ("settings",)) for loc in made.values)
+
+
+def test_a_variable_with_nothing_after_it_takes_the_bases_away(project: Path) -> None:
+    write(project / "recipes", base="environment: demo\nenv: {A: 1, B: 2}\n", own="extends: base\nenv: {A: }\n")
+    assert load_recipe(find_project(), "own").env == {"B": "2"}
+    write(project / "recipes", own="extends: base\nenv: {C: }\n")
+    assert problems("own") == ['recipes/own.yaml:2: env.C must be text (write "" for an empty one), not nothing']
+
+
+def test_a_misspelt_key_is_one_problem(project: Path) -> None:
+    write(project / "recipes", own="environment: demo\ncode: .\ncomand: [x]\n")
+    assert problems("own") == ['recipes/own.yaml:3: unknown key "comand" (did you mean "command"?)']
+    write(project, hosts="hosts:\n  pve:\n    shs: pve\n")
+    with pytest.raises(ConfigError) as caught:
+        load_hosts(find_project())
+    assert list(caught.value.problems) == ['hosts.yaml:3: unknown key "shs" (did you mean "ssh"?)']

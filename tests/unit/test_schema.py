@@ -163,7 +163,13 @@ HOSTS = keys(hosts=st.one_of(NAMED, keys(local=LOCAL), SCALARS))
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("project")
     (made / "recipes").mkdir()
-    base = {"environment": "demo", "places": [{"place": "a"}, {"place": "b"}], "code": ".", "command": ["x"]}
+    base = {
+        "environment": "demo",
+        "env": {"A": 1},
+        "places": [{"place": "a"}, {"place": "b"}],
+        "code": ".",
+        "command": ["x"],
+    }
     (made / "recipes/base.yaml").write_text(json.dumps(base))
     return made
 
@@ -264,10 +270,11 @@ def test_what_is_plainly_wrong_is_refused_by_both(folder, kind, data):
     assert not agrees(kind, data) and not TAKEN[kind](folder, data)
 
 
-@pytest.mark.parametrize("data", [{"extends": "base"}, {"extends": "base", "code": {"largest": "1MB"}}])
+@pytest.mark.parametrize("data", [{}, {"code": {"largest": "1MB"}}, {"env": {"A": None}}])
 def test_what_a_base_says_need_not_be_said(folder, data):
-    assert recipe_taken(folder, data)
-    CHECKS["recipe"].validate(data)
+    assert recipe_taken(folder, {"extends": "base", **data})
+    CHECKS["recipe"].validate({"extends": "base", **data})
+    assert not agrees("recipe", {"environment": "demo", **data}) or not data
 
 
 def test_the_environments_that_come_with_orch_load(tmp_path, monkeypatch):
