@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.bundled import bundled_dir
-from orchestrator.config.yaml_source import shown
+from orchestrator.config.words import shown
 from orchestrator.errors import UsageError
 
 HOSTS_FILE = "hosts.yaml"

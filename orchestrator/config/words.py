@@ -1,9 +1,10 @@
-"""How values and names are put into a sentence: quoted, shortened, never raw."""
+"""How values, names and paths are put into a sentence: quoted, shortened, never raw."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 _LONGEST = 40
@@ -46,3 +47,13 @@ def listing(names: Iterable[str], most: int = 20) -> str:
     every = sorted(names)
     rest = len(every) - most
     return (", ".join(every[:most]) + (f" and {rest} more" if rest > 0 else "")) or "none"
+
+
+def shown(path: Path) -> str:
+    """The path as a user would type it: relative below the current directory, `~` below home."""
+    for base, prefix in ((Path.cwd, ""), (Path.home, "~/")):
+        try:
+            return prefix + path.relative_to(base()).as_posix()
+        except (ValueError, OSError, RuntimeError):
+            continue  # not below it, or there is no such directory
+    return str(path)

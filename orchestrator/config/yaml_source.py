@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from orchestrator.config.words import quote
+from orchestrator.config.words import shown as shown  # also from here
 from orchestrator.errors import ConfigError, UsageError
 
 Loc = tuple[str | int, ...]
@@ -83,16 +84,6 @@ class Document:
     def where_key(self, loc: Loc) -> str:
         """Where the key at `loc` stands; the whole document has none, so there it is its first line."""
         return self.keys.get(loc) or self.where(loc)
-
-
-def shown(path: Path) -> str:
-    """The path as a user would type it: relative below the current directory, `~` below home."""
-    for base, prefix in ((Path.cwd, ""), (Path.home, "~/")):
-        try:
-            return prefix + path.relative_to(base()).as_posix()
-        except (ValueError, OSError, RuntimeError):
-            continue  # not below it, or there is no such directory
-    return str(path)
 
 
 def read_yaml(path: Path, typed: Collection[str] = ()) -> Document:
