@@ -164,7 +164,7 @@ def test_sudo_is_the_way_into_containers(lab):
 
 
 def test_what_sudo_refuses(lab):
-    with pytest.raises(Unreachable, match="does not let me enter the container 201 without a password") as caught:
+    with pytest.raises(Unreachable, match="does not let me enter the container 201") as caught:
         open_session(as_me(lab, "201"))
     assert caught.value.hint == "ssh -t me@pve sudo -l"
     with pytest.raises(Unreachable, match="needs root"):
@@ -181,7 +181,8 @@ def test_what_sudo_refuses(lab):
             lab.run("sh", "-c", "cat >/etc/sudoers.d/orch", input=SUDOERS)
 
     refused("without a password", "me ALL=(root) ALL\n")
-    refused("wants a terminal", f"Defaults requiretty\n{SUDOERS}")
+    if lab.run("sudo", "-V").stdout.startswith("Sudo version"):  # there is another sudo, which has no such setting
+        refused("wants a terminal", f"Defaults requiretty\n{SUDOERS}")
     lab.run("mv", "/usr/bin/sudo", "/usr/bin/sudo.away")
     try:
         with pytest.raises(UsageError, match="pve has no sudo"):
