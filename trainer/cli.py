@@ -1,9 +1,10 @@
-"""`python -m trainer train | evaluate | export | warmup`; `python -m trainer --help` tells the rest.
+"""`python -m trainer train | evaluate | export | warmup | plan`; `python -m trainer --help` tells the rest.
 
 Nothing here imports torch until a configuration has been read, so help and configuration errors come at once.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -26,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
         "export", help="write a checkpoint as serving engines read it, and prove it drafts alike"
     )
     warmup = commands.add_parser("warmup", help="compile everything that a run will use, and train nothing")
-    for command in (train, evaluate, export, warmup):
+    plan = commands.add_parser("plan", help="say what a run takes (memory, time, disk) and whether it fits the GPU")
+    for command in (train, evaluate, export, warmup, plan):
         command.add_argument("config", type=Path, metavar="CONFIG.yaml")
         command.add_argument("--seed", type=int, help="use this seed in place of the file's")
         command.add_argument(
@@ -47,8 +49,29 @@ def parser() -> argparse.ArgumentParser:
         "--layout", choices=("zlab", "speculators"), default="zlab", help="whose layout (default: zlab)"
     )
     export.add_argument("--overwrite", action="store_true", help="replace what is at --to")
+    plan.add_argument("--gpu", default="", metavar="NAME", help="plan for this kind of GPU (default: the one here)")
+    plan.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="plan for a GPU of so much memory")
+    plan.add_argument("--documents", type=_positive, metavar="TOKENS", help="length of documents (default: a row's)")
+    plan.add_argument("--choose", action="store_true", help="choose chunk, micro-batches and checkpointing that fit")
+    plan.add_argument("--json", action="store_true", help="all of it as JSON")
     top.epilog = "ORCH_RUN_DIR (default runs/<name>) is where a run's files go, ORCH_METRICS its metrics file."
     return top
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text}")
+    return int(text)
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, such as 79.2, not {text}")
+    return value
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,6 +132,17 @@ def run(options: argparse.Namespace, config: Config, began: float) -> int:
     # times as long; asleep at once, they wake too late. OpenMP reads this when torch is imported, which takes
     # seconds; hence here and not at the top.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if options.command == "plan":
+        from trainer import plan
+
+        asked = plan.Asked(
+            gpu=options.gpu,
+            memory=options.gpu_memory,
+            documents=options.documents,
+            choose=options.choose,
+            overrides=tuple(options.overrides),
+        )
+        return plan.show(config, asked, as_json=options.json, config_path=options.config)
     run_dir = Path(os.environ.get("ORCH_RUN_DIR") or Path("runs") / config.name)
     if options.command == "train":
         metrics_path = Path(os.environ.get("ORCH_METRICS") or run_dir / "metrics.jsonl")
