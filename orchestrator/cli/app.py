@@ -115,7 +115,7 @@ def plan(
     set_: SetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Say what a launch would do, in its order, with bytes. Reads facts at the place; changes nothing."""
+    """Say what a launch would do, in its order, with bytes and seconds. Reads facts at the place; changes nothing."""
     from orchestrator.cli.launch import plan_command
 
     plan_command(recipe, place, set_ or [], json=json)

@@ -54,7 +54,8 @@ def install(shell: str) -> list[str]:
             f"{error.filename}: {error.strerror}; put the script where {shell} reads it",
             hint=f"orch completion {shell} --show",
         ) from error
-    told.append(f"it is there in each new {shell}")
+    here = "" if start is None else f", and in this one after: . {shlex.quote(str(script))}"
+    told.append(f"it is there in each new {shell}{here}")
     return told
 
 

@@ -48,7 +48,7 @@ def _places(current: str, given: Given) -> list[Candidate]:
 
 def _hosts_alone(current: str, given: Given) -> list[Candidate]:
     """Those that have a key to trust."""
-    return [(name, _reached(host)) for name, host in _hosts().items() if name != "local"]
+    return [(name, how) for name, host in _hosts().items() if name != "local" and (how := _reached(host))]
 
 
 def _reached(host: Any) -> str:

@@ -69,6 +69,9 @@ def test_the_bytes_that_explain_tells_are_those_on_the_wire(lab, workstation, co
     lab.forget("200")
     plan = workstation.json("plan", "bytes", "--place", PLACE)
     assert plan["bytes"] > 5_000_000
+    # a launch like it was made before; this one would be the second whose time is known
+    assert plan["seconds"] and all(step["seconds"] is not None for step in plan["steps"])
+    assert {step["name"]: step["why"] for step in plan["steps"]}["environment"] == "as last time"
     assert f"stream {plan['bytes']:,} bytes" in workstation.orch(*launch, "--explain").stdout
     _, _, sent = counted(lambda: workstation.orch(*launch, "--detach"))
     workstation.orch("stop", "bytes", "--kill")

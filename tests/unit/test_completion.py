@@ -30,6 +30,7 @@ hosts:
   pve:
     ssh: root@192.0.2.10
     containers: {"200": {}, web.1: {kind: lxc}}
+  bench: {ssh: null}
 """
 SOLVED = "done >"  # what a shell prints before the words that it understood
 
@@ -226,8 +227,8 @@ def test_a_tab_imports_nothing_heavy_and_writes_nothing(here, tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        (HOSTS + "  more: [\n  lost: {}\n", ["local", "pve", "pve/200", "pve/web.1"]),
-        (HOSTS + "  - broken: [\n", ["local", "pve", "pve/200", "pve/web.1"]),  # what comes before the fault
+        (HOSTS + "  more: [\n  lost: {}\n", ["local", "pve", "pve/200", "pve/web.1", "bench"]),
+        (HOSTS + "  - broken: [\n", ["local", "pve", "pve/200", "pve/web.1", "bench"]),  # what comes before the fault
         ("hosts: [a, b]\n", ["local"]),
         ("hosts: {a: 5, b: {ssh: x, containers: 7}}\n", ["local", "a", "b"]),
         ("\x00\xff", ["local"]),
