@@ -273,6 +273,7 @@ def _claim(launch: Launch) -> str:
         state = item.get("state") or {}
         phase = item.get("phase")
         if _is_same(state, phase, digest):
+            launch.run = str(state["run"])  # what this run has is not in its own way
             if phase in BEFORE_TRAINING:
                 return f"continues {state['run']}, which is {phase}"
             return f"{state['run']} is training already: nothing would be started"

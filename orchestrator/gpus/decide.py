@@ -63,8 +63,6 @@ def ranks(settings: Mapping[str, Any]) -> int:
     variants = settings.get("drafters")
     if isinstance(variants, Sequence) and not isinstance(variants, str):
         drafters = sum(_count(one.get("ranks")) for one in variants if isinstance(one, Mapping))
-    elif isinstance(variants, Mapping):
-        drafters = sum(_count(one.get("ranks")) for one in variants.values() if isinstance(one, Mapping))
     else:
         drafters = _count(topology.get("drafters"))
     return _count(topology.get("targets")) + drafters

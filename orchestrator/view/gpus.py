@@ -14,7 +14,7 @@ from orchestrator.gpus.survey import HostReport
 from orchestrator.plain import plain
 from orchestrator.run import Gpu
 
-_HEAD = f"  {'GPU':>3}  {'name':<8} {'memory GiB':>13} {'util':>5} {'temp':>5} {'power':>6}  held by"
+_HEAD = f"  {'GPU':>3} {'name':<8} {'GiB':>11} {'util':>4} {'temp':>4} {'power':>5}  held by"
 _PAD = _HEAD.index("held by")
 _WIDEST = 120
 
@@ -49,8 +49,8 @@ def lines(report: HostReport, width: int = 80) -> list[str]:
 
 def _gpu(gpu: Gpu, reading: Reading, width: int) -> list[str]:
     row = (
-        f"  {_cell(gpu.index):>3}  {_name(gpu.name):<8} {_memory(gpu):>13} {_cell(gpu.utilization, '%'):>5} "
-        f"{_cell(gpu.temperature, '°C'):>5} {_cell(gpu.power, ' W'):>6}  "
+        f"  {_cell(gpu.index):>3} {_name(gpu.name):<8} {_memory(gpu):>11} {_cell(gpu.utilization, '%'):>4} "
+        f"{_cell(gpu.temperature, '°C'):>4} {_cell(gpu.power, ' W'):>5}  "
     )
     found = [_holder(holder, gpu, reading) for holder in holders(gpu, reading)] or ["-"]
     if gpu.error:
@@ -102,7 +102,7 @@ def _name(name: str | None) -> str:
 
 def _memory(gpu: Gpu) -> str:
     used, total = (("?" if value is None else f"{value / 1024:.1f}") for value in (gpu.memory_used, gpu.memory_total))
-    return f"{used} / {total}"
+    return f"{used}/{total}"
 
 
 def _cell(value: float | None, unit: str = "") -> str:
