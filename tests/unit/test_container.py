@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from orchestrator.cli.attach import attach_argv
 from orchestrator.config.models import Container, Host, Place, Ssh
 from orchestrator.errors import Refused, Unreachable, UsageError
 from orchestrator.place import container
@@ -48,6 +49,12 @@ def test_argv_of_each_kind(kind, words, with_tty):
 
 def test_the_host_itself_is_not_entered_and_gets_no_sudo():
     assert wrap(Place(Host(name="pve", ssh=Ssh(host="pve"), sudo=True)), ["ls"]) == ["ls"]
+
+
+def test_attaching_brings_the_terminal_along():
+    argv = attach_argv(place("docker", sudo=True), "demo-1")
+    assert argv[:2] == ["ssh", "-t"] and argv[-2] == "pve"
+    assert argv[-1].startswith("sudo -n -- docker exec -it train env -u TMUX_TMPDIR TERM=")
 
 
 def test_an_older_pct_is_learnt_once_a_host():
