@@ -29,6 +29,9 @@ def recipe(
         ("environment", _text(environment.name), _environment(environment)),
         ("code", ".", "this project travels as git sees it, uncommitted changes too; secrets such as .env do not"),
     ]
+    few = environment.name == PLAIN  # without a package nothing can use a GPU
+    if few:
+        rows.append(("gpus", "none", "a number, all, or a list such as [0, 1] claims GPUs from other runs"))
     width = max(len(f"{key}: {value}") for key, value, _ in rows) + 2
     lines = [
         pointer,
@@ -40,6 +43,7 @@ def recipe(
         "",
         *_metrics(metrics),
         "",
+        *([] if few else ["# gpus: 1                  # how many it uses; without this all that the place has"]),
         "# env:                     # environment variables of the program; always text",
         "#   OMP_NUM_THREADS: 8",
         "# secrets: [HF_TOKEN]      # variables whose values are taken from yours at launch, and written nowhere",

@@ -358,6 +358,7 @@ def test_what_stands_there_as_a_comment_may_be_taken_in(folder, metrics):
     recipe = load_recipe(find_project(), "train")
     assert recipe.env == {"OMP_NUM_THREADS": "8"} and recipe.secrets == ["HF_TOKEN"] and recipe.stop_grace == 120
     assert recipe.health.step == (50 if metrics else None)
+    assert recipe.gpus == "none"
 
 
 @given(TEXTS)
