@@ -122,7 +122,7 @@ def _carried(step: Callable[[Launch], str], all_: Sequence[Launch]) -> list[str]
     """The step at all these places; one that is refused for its GPUs anywhere leaves nothing behind anywhere."""
     try:
         return together(step, all_)
-    except Refused:
+    except (Refused, UsageError):
         if step is gpus_step.claim:
             gpus_step.give_up(all_)
         raise

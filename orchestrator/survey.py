@@ -122,10 +122,11 @@ def _gpus(outcome: Mapping[str, Any] | None) -> tuple[tuple[Gpu, ...], str | Non
     if outcome is None:
         return (), "it was not read"
     rows, _ = nvidia_smi.parse(outcome.get("text") or "")
-    return tuple(_gpu(row) for row in rows), nvidia_smi.explain(dict(outcome))
+    return tuple(gpu_of(row) for row in rows), nvidia_smi.explain(dict(outcome))
 
 
-def _gpu(row: Mapping[str, Any]) -> Gpu:
+def gpu_of(row: Mapping[str, Any]) -> Gpu:
+    """A row of `nvidia_smi.parse`, with what could not be read of it."""
     values: dict[str, Any] = {
         key: plain(value) if isinstance(value := row.get(key), str) else value for key in nvidia_smi.KEYS
     }

@@ -141,6 +141,7 @@ def holders(gpu: Gpu, reading: Reading, run: str = "") -> tuple[Holder, ...]:
     covered = {claim.run for claim in others}
     found = [Holder(claim=claim) for claim in others]
     found += [Holder(process=process) for process in foreign if process.run not in covered]
-    if not others and not on_it and gpu.memory_used is not None and gpu.memory_used > IDLE:
+    # of a claim's own, unless it is known that no process of it is there
+    if not on_it and not (others and reading.apps_problem) and gpu.memory_used is not None and gpu.memory_used > IDLE:
         found.append(Holder(ghost=gpu.memory_used))
     return tuple(found)

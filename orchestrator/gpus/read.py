@@ -16,6 +16,7 @@ from orchestrator.place.connection import Channel, Connection
 from orchestrator.plain import plain
 from orchestrator.remote import nvidia_smi
 from orchestrator.run import Gpu
+from orchestrator.survey import gpu_of
 
 if TYPE_CHECKING:
     from orchestrator.config.models import Place
@@ -148,17 +149,7 @@ def _gpus(outcome: dict[str, Any]) -> tuple[tuple[Gpu, ...], str]:
     rows, problems = nvidia_smi.parse(outcome.get("text") or "")
     if problems:
         return (), plain(f"nvidia-smi also said: {' '.join(problems)[:200]}")
-    return tuple(_gpu(row) for row in rows), ""
-
-
-def _gpu(row: Mapping[str, Any]) -> Gpu:
-    values: dict[str, Any] = {key: _clean(row.get(key)) for key in nvidia_smi.KEYS}
-    error = "; ".join(dict.fromkeys(str(text) for text in (row.get("why") or {}).values()))
-    return Gpu(**values, error=plain(error) or None)
-
-
-def _clean(value: Any) -> Any:
-    return plain(value) if isinstance(value, str) else value
+    return tuple(gpu_of(row) for row in rows), ""
 
 
 def _processes(facts: Mapping[str, Sequence[str]]) -> tuple[tuple[Process, ...], str]:

@@ -158,7 +158,7 @@ def release(launch: Launch) -> None:
 
 def give_up(launches: Sequence[Launch]) -> None:
     """Runs that were made for a launch which is refused would be shown as being prepared for ever: they are stopped."""
-    arguments = {"by": who(), "grace": 0.0, "kill": True, "why": "refused: its GPUs are held by others"}
+    arguments = {"by": who(), "grace": 0.0, "kill": True, "why": "refused: the GPUs that it wants are not to be had"}
     for launch in launches:
         if launch.how == "new" and launch.session is not None:
             try:
