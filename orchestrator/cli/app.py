@@ -54,6 +54,7 @@ def init(
     kind: Annotated[
         str | None, typer.Option("--kind", metavar="KIND", help="The container's kind, where the host does not say.")
     ] = None,
+    sudo: Annotated[bool, typer.Option("--sudo", help="The way into the container is by sudo -n on the host.")] = False,
     command: Annotated[
         str | None, typer.Option("--command", metavar="WORDS", help="What runs, such as 'python train.py --lr 1e-4'.")
     ] = None,
@@ -63,7 +64,10 @@ def init(
     ] = None,
     no_check: Annotated[bool, typer.Option("--no-check", help="Connect nowhere; only write.")] = False,
     fingerprint: Annotated[
-        str | None, typer.Option("--fingerprint", help="Record an unknown host key if this is its fingerprint.")
+        str | None,
+        typer.Option(
+            "--fingerprint", metavar="SHA256:…", help="Record an unknown host key if this is its fingerprint."
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; take what is offered first.")] = False,
 ) -> None:
@@ -72,7 +76,7 @@ def init(
     from orchestrator.cli.init import init_command
     from orchestrator.init.flow import Options
 
-    options = Options(machine, container, kind, command, name, environment, check=not no_check)
+    options = Options(machine, container, kind, command, name, environment, sudo, check=not no_check)
     init_command(options, yes=yes, fingerprint=fingerprint)
 
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 _SILENCE = 30.0  # seconds that the host may say nothing
 _MOST = 100
 
-# Each line behind the nonce, so that a banner is not taken for one. A tool that needs root is asked through sudo where
-# that asks for no password. Proxmox's containers are LXC's too, and would be there twice.
+# Each line behind the nonce, so that a banner is not taken for one. Where sudo asks for no password, it is taken by who
+# is not root: at once for pct and LXC, whose containers only root enters, and for the others where they refuse without.
+# Proxmox's containers are LXC's too, and would be there twice.
 LIST = r"""
 nonce=$1
 PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin
@@ -29,11 +30,14 @@ ask() {
   shift
   command -v "$1" >/dev/null 2>&1 || return 1
   if command -v timeout >/dev/null 2>&1; then set -- timeout -k 1 15 "$@"; fi
-  if out=$("$@" 2>/dev/null); then
+  case $kind in pct | lxc) only_root=1 ;; *) only_root= ;; esac
+  if [ -z "$only_root" ] && out=$("$@" 2>/dev/null); then
     printf '%s\n' "$out" | say "$kind"
   elif [ "$(id -u)" != 0 ] && command -v sudo >/dev/null 2>&1 && out=$(sudo -n -- "$@" 2>/dev/null); then
     printf '%s\n' "$out" | say "$kind"
     echo "$kind" | say sudo
+  elif [ -n "$only_root" ] && out=$("$@" 2>/dev/null); then
+    printf '%s\n' "$out" | say "$kind"
   else
     echo "$kind" | say failed
   fi

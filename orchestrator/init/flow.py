@@ -48,6 +48,7 @@ class Options:
     command: str | None = None
     name: str | None = None
     environment: str | None = None
+    sudo: bool = False
     check: bool = True
 
 
@@ -121,7 +122,7 @@ def _machine(project: Project, hosts: dict[str, Host], options: Options, ask: As
     if said == LOCAL:
         return Entry(LOCAL, None)
     if said in hosts:
-        return Entry(said, None if hosts[said].ssh is None else said, sudo=bool(getattr(hosts[said], "sudo", False)))
+        return Entry(said, None if hosts[said].ssh is None else said, sudo=hosts[said].sudo)
     try:
         parsed = parse_ssh(said)
         entry = Entry(host_name(said), said)
@@ -200,7 +201,7 @@ def _container(entry: Entry, host: Host, listed: Listed, options: Options, ask: 
         )
     kind = options.kind or (found.kind if found else "pct" if said.isdigit() else "lxc")
     entry = replace(entry, container=found.id if found else said, kind=kind)
-    if kind in listed.sudo and not getattr(host, "sudo", False):
+    if (options.sudo or kind in listed.sudo) and not host.sudo:
         entry = replace(entry, sudo=True)
     try:
         made = entry.host()

@@ -15,7 +15,7 @@ from orchestrator.errors import UsageError
 from orchestrator.init import hosts_text, recipe_text
 from orchestrator.init.aliases import aliases
 from orchestrator.init.asking import Answer, Asker
-from orchestrator.init.containers import read
+from orchestrator.init.containers import LIST, read
 from orchestrator.init.environment import Choice, Gpu, choose
 from orchestrator.init.hosts_text import Entry, added, host_name, new_file
 from orchestrator.init.program import PYTHON, Needs, candidates, needs, words
@@ -86,6 +86,40 @@ def test_the_hosts_own_lists_are_read():
     assert [one.running for one in listed.found] == [True, False, True, False]
     assert listed.sudo == {"pct"} and listed.failed == ("podman",)
     assert [(one.kind, one.id) for one in read({"lxc": ["NAME STATE", "box RUNNING"]}).found] == [("lxc", "box")]
+
+
+FAKES = {
+    "id": "echo 1500",
+    "sudo": '[ "$1 $2" = "-n --" ] && shift 2 && AS_ROOT=1 exec "$@"',
+    "pct": "printf 'VMID Status Lock Name\\n200 running box\\n'",
+    "incus": "echo c1,RUNNING",
+    "docker": '[ -n "$AS_ROOT" ] && echo web,running',
+    "podman": "exit 125",
+    "timeout": 'shift 3; exec "$@"',
+}
+
+
+def test_the_script_takes_sudo_where_it_is_needed(tmp_path):
+    for name, line in FAKES.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["sh", "-c", LIST, "orch-list", "n0nce"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "n0nce pct VMID Status Lock Name",
+        "n0nce pct 200 running box",
+        "n0nce sudo pct",  # only root enters it, whoever may list it
+        "n0nce incus c1,RUNNING",
+        "n0nce docker web,running",
+        "n0nce sudo docker",
+        "n0nce failed podman",
+        "n0nce end 1",
+    ]
 
 
 # -- the program --
