@@ -54,15 +54,17 @@ class Asker:
             self.show(f"  {number:>2}  {one.shown.ljust(width)}  {one.beside}".rstrip())
         while True:
             said = self._line(
-                f"number, or {free}" if answers else free, answers[default].shown if default is not None else ""
+                f"number, {free}" if answers else free, answers[default].shown if default is not None else ""
             )
             if not said and default is not None:
                 return answers[default].value
+            by_name = [one.value for one in answers if said in (one.value, one.shown)]
+            if by_name:
+                return by_name[0]
             if said.isdigit() and 1 <= int(said) <= len(answers):
                 return answers[int(said) - 1].value
-            by_name = [one.value for one in answers if said in (one.value, one.shown)]
-            if by_name or (said and (numbers or not said.isdigit())):
-                return by_name[0] if by_name else said
+            if said and (numbers or not said.isdigit()):
+                return said
             self.show(f"there is no {said}" if said else "one has to be chosen")
 
     def text(self, question: str, default: str, option: str) -> str:

@@ -95,7 +95,7 @@ def _recipe(project: Project, chosen: Chosen) -> File:
         place=chosen.entry.place,
         environment=chosen.environment,
         command=chosen.command,
-        metrics=chosen.needs.metrics,
+        needs=chosen.needs,
         pointer=schema_files.pointer(path, chosen.root, "recipe"),
     )
     found = _fresh(path, text)

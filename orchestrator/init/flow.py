@@ -33,7 +33,7 @@ from orchestrator.init.recipe_text import recipe_name
 
 NONE = "none"
 _COMMAND = "--command 'python train.py'"
-_OTHER = "an alias, or user@host"
+_OTHER = "alias or user@host"
 EXAMPLE = "train.py"
 T = TypeVar("T")
 
@@ -163,7 +163,8 @@ def _trusting(host: Host, trust: Trust, go: Callable[[], T]) -> T:
         return go()
     except Unreachable as error:
         hint = f"orch init {host.name} --no-check, which asks nobody and writes the files all the same"
-        raise Unreachable(f"{error.message}; nothing was written", error.hint or hint) from None
+        said = error.message.replace(": check host: in hosts.yaml", "")  # where it may not stand yet
+        raise Unreachable(f"{said}; nothing was written", error.hint or hint) from None
 
 
 def _container(entry: Entry, host: Host, listed: Listed, options: Options, ask: Asker) -> tuple[Entry, Host]:
@@ -183,9 +184,11 @@ def _container(entry: Entry, host: Host, listed: Listed, options: Options, ask: 
                 silent = ", ".join(listed.failed)
                 ask.show(f"{silent} on {host.name} did not say what there is; --container names one all the same.")
         else:
-            free = "a VMID or name" if offered[:-1] else f"a VMID or name, or {NONE}"
+            free = "VMID or name" if offered[:-1] else f"VMID, name or {NONE}"
             option = f"--container {offered[0].value}"
-            said = ask.choose(f"Which container of {host.name}", offered, default, option, free=free, numbers=True)
+            question = f"Which container of {host.name}"
+            others = "pct" not in [one.kind for one in listed.found]  # else every VMID is there
+            said = ask.choose(question, offered, default, option, free=free, numbers=others)
     if said == NONE:
         return entry, host
     if said in named:
@@ -232,7 +235,7 @@ def _command(root: Path, options: Options, ask: Asker) -> tuple[list[str], bool]
             return [PYTHON, EXAMPLE], True
         return words(ask.text("What runs", "python train.py", _COMMAND)), False
     answers = [Answer(shown(one), shown(one)) for one in found]
-    said = ask.choose("What runs", answers, 0, _COMMAND, free="a command")
+    said = ask.choose("What runs", answers, 0, _COMMAND, free="or a command")
     return next((one for one in found if shown(one) == said), None) or words(said), False
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from orchestrator.config.models import RECIPE_NAME
 from orchestrator.init.environment import PLAIN, Choice
-from orchestrator.init.program import PYTHON
+from orchestrator.init.program import PYTHON, Needs
 
-_WIDTH = 100
+_WIDTH = 92
 _WORD = re.compile(r"[A-Za-z0-9_./=][A-Za-z0-9_./=@+-]*")
 
 
@@ -20,44 +20,46 @@ def recipe_name(text: str) -> str:
 
 
 def recipe(
-    *, name: str, project: str, place: str, environment: Choice, command: Sequence[str], metrics: bool, pointer: str
+    *, name: str, project: str, place: str, environment: Choice, command: Sequence[str], needs: Needs, pointer: str
 ) -> str:
     """The text of recipes/NAME.yaml. `pointer` is the line for editors, `project` the folder's name."""
     started = " ".join(word for word in command if word != PYTHON) or command[0]
     rows = [
-        ("place", _text(place), "HOST or HOST/CONTAINER of hosts.yaml; `--place` at launch takes another"),
+        ("place", _text(place), "HOST or HOST/CONTAINER of hosts.yaml; --place takes another"),
         ("environment", _text(environment.name), _environment(environment)),
-        ("code", ".", "this project travels as git sees it, uncommitted changes too; secrets such as .env do not"),
+        ("code", ".", "this project travels, as git sees it, with uncommitted changes"),
     ]
-    few = environment.name == PLAIN  # without a package nothing can use a GPU
-    if few:
-        rows.append(("gpus", "none", "a number, all, or a list such as [0, 1] claims GPUs from other runs"))
+    # without a package nothing uses a GPU
+    no_gpu = environment.name == PLAIN and bool(needs.said_by)
+    if no_gpu:
+        rows.append(("gpus", "none", "or a number, all, or a list such as [0, 1]"))
     width = max(len(f"{key}: {value}") for key, value, _ in rows) + 2
     lines = [
         pointer,
-        f"# What `orch launch {name}` does; `orch schema recipe` has every key. Words in braces are known at launch:",
-        "# {python}, the environment's Python; {run_dir}, where a run's files go; {code}, where this project lies.",
-        f"description: {_text(f'{started[:60]} of {project[:40]}')}",
+        f"# What `orch launch {name}` does; `orch schema recipe` has every key.",
+        "# Words in braces are known at launch: {python} is the environment's Python, {code} where",
+        "# this project lies there, {run_dir} where a run's files go.",
+        f"description: {_text(f'{started[:50]} of {project[:30]}')}",
         *(f"{f'{key}: {value}'.ljust(width)}# {comment}" for key, value, comment in rows),
         *_command(command),
         "",
-        *_metrics(metrics),
+        *_metrics(needs.metrics),
         "",
-        *([] if few else ["# gpus: 1                  # how many it uses; without this all that the place has"]),
-        "# env:                     # environment variables of the program; always text",
+        *([] if no_gpu else ["# gpus: 1              # how many it uses; all of the place's otherwise"]),
+        "# env:                 # environment variables of the program; always text",
         "#   OMP_NUM_THREADS: 8",
-        "# secrets: [HF_TOKEN]      # variables whose values are taken from yours at launch, and written nowhere",
-        "# stop_grace: 120          # seconds that `orch stop` leaves it to save its work",
+        "# secrets: [HF_TOKEN]  # taken from your environment at launch, and written nowhere",
+        "# stop_grace: 120      # seconds that `orch stop` leaves it to save its work",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _environment(environment: Choice) -> str:
     if environment.own:
-        return f"its packages: recipes/envs/{environment.name}; after a change `orch env lock {environment.name}`"
+        return f"recipes/envs/{environment.name}; after a change there: orch env lock {environment.name}"
     if environment.name == PLAIN:
-        return "Python without packages; once the program imports some, run `orch init` again"
-    return "comes with orch; once the program imports more than it has, run `orch init` again"
+        return "no packages; once the program imports some, run `orch init` again"
+    return "comes with orch; once the program imports more, run `orch init` again"
 
 
 def _command(command: Sequence[str]) -> list[str]:
@@ -68,13 +70,14 @@ def _command(command: Sequence[str]) -> list[str]:
 def _metrics(there: bool) -> list[str]:
     if there:
         return [
-            "metrics: true              # the program appends its progress to the file $ORCH_METRICS",
+            "metrics: true          # the program appends its progress to the file $ORCH_METRICS",
             "# health:",
-            "#   step: 50               # from this step on a run counts as healthy",
+            "#   step: 50           # from this step on a run counts as healthy",
         ]
     return [
-        '# true, once the program appends lines such as {"step": 5, "loss": 2.1, "tokens": 4096, "time": 1764547200.0}',
-        "# to the file $ORCH_METRICS: step, loss and throughput are then shown, and a run that hangs is noticed.",
+        "# true, once the program appends lines to the file $ORCH_METRICS, such as",
+        '# {"step": 5, "loss": 2.1, "tokens": 4096, "time": 1764547200.0}:',
+        "# step, loss and throughput are then shown, and a run that hangs is noticed.",
         "metrics: false",
     ]
 

@@ -17,7 +17,11 @@ _WIDTH = 80
 
 def print_choice(console: Console, chosen: Chosen) -> None:
     """The command and the environment, with the reason for it."""
-    _wrapped(console, f"  {'runs':<13}", command_shown(list(chosen.command)))
+    absent = [
+        word for word in chosen.command[1:] if word.endswith((".py", ".sh")) and not (chosen.root / word).exists()
+    ]
+    note = f" ({absent[0]} is not here yet)" if absent and not chosen.example else ""
+    _wrapped(console, f"  {'runs':<13}", command_shown(list(chosen.command)) + note)
     made = "a new environment, " if chosen.environment.own else ""
     _wrapped(console, f"  {'environment':<13}", f"{made}{chosen.environment.name}: {chosen.environment.why}")
 

@@ -271,7 +271,7 @@ def test_a_new_file_says_what_was_meant_also_without_its_comments(folder, entry)
     if entry.name != "local":
         (folder / "hosts.yaml").write_text("\n".join(lines[lines.index("hosts:") :]))
         assert load_hosts(find_project())[entry.name].root == "/srv/orch"
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 92
 
 
 OLD = """\
@@ -360,7 +360,7 @@ def make_recipe(command, metrics=False, environment=None):
         place="pve/200",
         environment=environment or Choice("plain", ""),
         command=command,
-        metrics=metrics,
+        needs=Needs(said_by="train.py", metrics=metrics),
         pointer=POINTER,
     )
 
@@ -375,10 +375,10 @@ def test_any_command_is_written_as_it_is(tmp_path_factory, command, metrics):
     assert recipe.code is not None and recipe.code.path == str(root)
 
 
-@pytest.mark.parametrize("metrics", [True, False])
-def test_what_stands_there_as_a_comment_may_be_taken_in(folder, metrics):
-    text = make_recipe([PYTHON, "train.py"], metrics)
-    assert max(map(len, text.splitlines())) <= 120
+@pytest.mark.parametrize(("metrics", "environment", "gpus"), [(True, "plain", "none"), (False, "torch", "1")])
+def test_what_stands_there_as_a_comment_may_be_taken_in(folder, metrics, environment, gpus):
+    text = make_recipe([PYTHON, "train.py"], metrics, Choice(environment, ""))
+    assert max(map(len, text.splitlines())) <= 92
     head, _, tail = text.partition("metrics: ")
     whole = (
         head
@@ -392,7 +392,7 @@ def test_what_stands_there_as_a_comment_may_be_taken_in(folder, metrics):
     recipe = load_recipe(find_project(), "train")
     assert recipe.env == {"OMP_NUM_THREADS": "8"} and recipe.secrets == ["HF_TOKEN"] and recipe.stop_grace == 120
     assert recipe.health.step == (50 if metrics else None)
-    assert recipe.gpus == "none"
+    assert recipe.gpus == gpus
 
 
 @given(TEXTS)
