@@ -32,12 +32,12 @@ SHAPE = {
 }  # fmt: skip
 
 
-def make_target(folder: Path, layers: int) -> None:
-    """On the GPU, where drawing eight billion numbers takes a second."""
+def make_target(folder: Path, layers: int, shape: dict | None = None) -> None:
+    """On the GPU, where drawing eight billion numbers takes a second. `shape` by default is that of Qwen3-8B."""
     if (folder / "config.json").exists():
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = Qwen3Config(**{**SHAPE, "num_hidden_layers": layers})
+    config = Qwen3Config(**{**(shape or SHAPE), "num_hidden_layers": layers})
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
