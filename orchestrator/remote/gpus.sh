@@ -96,7 +96,8 @@ lock() {
   if flock -w 10 9; then locked=1; else say busy 1; fi
 }
 base=/tmp locked=''
-if [ -k /run/lock ]; then base=/run/lock; fi
+# Where every user may make files, and take nobody else's away: it is gone at a reboot, as the runs are.
+if [ -n "$(find /run/lock -prune -type d -perm -1002 2>/dev/null)" ]; then base=/run/lock; fi
 {
   this_boot=
   IFS= read -r this_boot </proc/sys/kernel/random/boot_id
