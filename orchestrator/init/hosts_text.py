@@ -63,8 +63,8 @@ def new_file(entry: Entry, pointer: str) -> str:
     """A whole hosts.yaml. `pointer` is the line for editors."""
     lines = [
         pointer,
-        "# The machines that orch works on, each named once. A place is HOST or HOST/CONTAINER:",
-        f"# {entry.place}, say. This machine is `local`. `orch schema hosts` has every key.",
+        "# The machines that orch works on, each named once. A place is HOST or HOST/CONTAINER, such",
+        f"# as {entry.place}; this machine is `local`. `orch schema hosts` has every key.",
         "",
         "hosts:",
     ]
@@ -84,17 +84,17 @@ def piece(entry: Entry) -> str:
 def _host_lines(entry: Entry, indent: int, *, comments: bool) -> list[str]:
     rows: list[tuple[str, str]] = []
     if entry.name != LOCAL:
-        said = "an alias of ~/.ssh/config; also user@host, or user@host:port"
+        said = "an alias of ~/.ssh/config, user@host, or user@host:port"
         rows.append((f"  ssh: {_scalar(entry.ssh or '')}", said))
     if entry.sudo:
-        rows.append(("  sudo: true", "into containers goes `sudo -n`, which asks for no password"))
+        rows.append(("  sudo: true", "into containers goes `sudo -n`"))
     if entry.container is not None:
         rows += [("  containers:", ""), (f"    {_container(entry)}", _TITLES.get(entry.kind, ""))]
     if comments and entry.container is not None:
         more = {"pct": "201: {kind: pct}", "lxc": "other: {kind: lxc}"}.get(entry.kind)
         rows += [(f"    # {more}", "as many as there are")] if more and entry.container != "201" else []
     if comments and entry.name != LOCAL:
-        rows.append(("  # root: /srv/orch", "where orch keeps its files on the host; else /var/lib/orch for root"))
+        rows.append(("  # root: /srv/orch", "where orch keeps its files on the host itself"))
     width = max((len(left) for left, right in rows if right), default=0) + 2
     pad = " " * indent
     text = [f"{pad}{left.ljust(width) + '# ' + right if right and comments else left}" for left, right in rows]
