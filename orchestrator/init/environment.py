@@ -18,7 +18,6 @@ _CUDA_13 = 580  # the first driver that runs torch's usual builds, of CUDA 13.0
 _OLDER = ((570, "cu128"), (525, "cu126"))
 _OLDER_TORCH = "2.11.0"
 _USUAL_TORCH = "2.13.0"  # as in the environment `torch`
-_CPU_ONLY = frozenset([DEMO])
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ def choose(project: Project, needs: Needs, gpu: Gpu, own_name: str) -> Choice:
         return Choice(PLAIN, why)
     old = gpu.present and gpu.driver is not None and gpu.driver < _CUDA_13
     for name in _in_order(project):
-        if (name in _CPU_ONLY and gpu.present) or (name == TORCH and old):
+        # the lock of `demo` is for CPUs, and has hashes of torch's CPU builds, which that of `torch` has not
+        if (name == DEMO and gpu.present is not False) or (name == TORCH and (gpu.present is False or old)):
             continue
         if _holds(project, name, needs):
             return Choice(name, f"it has what {who} needs: {wants}")
@@ -115,4 +115,4 @@ def _pins(folder: Path) -> Mapping[str, list[str]]:
 def _build_for(gpu: Gpu) -> tuple[str, str]:
     if gpu.present and gpu.driver is not None and gpu.driver < _CUDA_13:
         return _OLDER_TORCH, next((build for driver, build in _OLDER if gpu.driver >= driver), _OLDER[-1][1])
-    return _USUAL_TORCH, "auto"
+    return _USUAL_TORCH, "cpu" if gpu.present is False else "auto"

@@ -64,7 +64,8 @@ def new_file(entry: Entry, pointer: str) -> str:
     lines = [
         pointer,
         "# The machines that orch works on, each named once. A place is HOST or HOST/CONTAINER, such",
-        f"# as {entry.place}; this machine is `local`. `orch schema hosts` has every key.",
+        f"# as {entry.place if entry.name != LOCAL else 'pve/200'}; this machine is `local`. "
+        "`orch schema hosts` has every key.",
         "",
         "hosts:",
     ]

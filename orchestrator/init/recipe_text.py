@@ -84,15 +84,20 @@ def _metrics(there: bool) -> list[str]:
 
 def spec(environment: Choice) -> str:
     """The text of an environment's spec.yaml."""
+    builds = {
+        "cpu": "torch's build for CPUs; auto takes its usual one where there is an NVIDIA GPU",
+        "auto": "torch's usual build where there is an NVIDIA GPU, else that for CPUs",
+    }
+    note = builds.get(environment.backend, "torch's build, for the driver of the GPUs there")
     lines = [
         "# Which Pythons and which build of torch the packages of requirements.in are locked for.",
         'python: ">=3.10,<3.14"',
         f'torch: "{environment.torch}"',
-        f"backend: {environment.backend}  # torch's build; auto takes that for CPUs where there is no NVIDIA GPU",
+        f"backend: {environment.backend}  # {note}",
     ]
-    if environment.backend == "auto":
+    if environment.backend in builds:
         lines += [
-            "# torch's CPU builds are in no lock; they are taken by the hash that their index states.",
+            "# A CPU build that the lock has no hash of is taken by the hash that its index states.",
             "index_hashes: true",
         ]
     return "\n".join(lines) + "\n"

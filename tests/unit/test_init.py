@@ -196,17 +196,17 @@ def test_a_projects_own_dependencies_are_read(tmp_path):
     ("wanted", "gpu", "name", "backend"),
     [
         ((), Gpu(True, 580), "plain", "auto"),
-        (("torch",), Gpu(False), "torch", "auto"),
+        (("torch",), Gpu(False), "demo", "auto"),
         (("torch", "numpy>=2"), Gpu(True, 580), "torch", "auto"),
         (("torch",), Gpu(), "torch", "auto"),
         (("torch",), Gpu(True, None), "torch", "auto"),
         (("torch",), Gpu(True, 570), "mine", "cu128"),
         (("torch",), Gpu(True, 535), "mine", "cu126"),
-        (("torch==2.10.0",), Gpu(False), "mine", "auto"),
+        (("torch==2.10.0",), Gpu(False), "mine", "cpu"),
         (("transformers", "torch"), Gpu(False), "demo", "auto"),
         (("transformers", "torch"), Gpu(True, 580), "mine", "auto"),
-        (("einops",), Gpu(False), "mine", "auto"),
-        (("torch[opt]",), Gpu(False), "mine", "auto"),
+        (("einops",), Gpu(False), "mine", "cpu"),
+        (("torch[opt]",), Gpu(), "mine", "auto"),
     ],
 )
 def test_the_smallest_environment_that_will_do(folder, wanted, gpu, name, backend):
