@@ -166,8 +166,11 @@ def _value(annotation: Any, metadata: list[Any], words: Table, inner: _Definitio
     plain, more = _plain(annotation)
     metadata = [*metadata, *more]
     if _marks(metadata, BeforeValidator):
-        # a shorthand that the model itself writes out: any scalar or list may be one
-        return {"anyOf": [{"type": [*_ANY_SCALAR, "array"]}, _of_type(plain, metadata, words, inner)]}
+        # a shorthand that the model itself writes out: such scalars as it takes, beside the types that it is of
+        is_union = get_origin(plain) in (Union, types.UnionType)
+        others = [part for part in (get_args(plain) if is_union else [plain]) if part not in (str, type(None))]
+        scalars: Schema = {"type": _scalars(plain, metadata)}
+        return {"anyOf": [scalars, *(_of_type(part, [], words, inner) for part in others)]}
     made = _of_type(plain, metadata, words, inner)
     expect = _marks(metadata, Expect)
     if "pattern" in made and expect:
@@ -203,8 +206,8 @@ def _of_type(plain: Any, metadata: list[Any], words: Table, inner: _Definitions)
     return {}  # Any, and what nobody thought of here
 
 
-def _text(plain: Any, metadata: list[Any]) -> Schema:
-    """Text by its pattern, and those other scalars of YAML whose text would do as well."""
+def _scalars(plain: Any, metadata: list[Any]) -> list[str]:
+    """Kinds of scalars that may stand for this: text, and those others of YAML whose text would do as well."""
     adapter: TypeAdapter[Any] = TypeAdapter(functools.reduce(lambda kind, mark: Annotated[kind, mark], metadata, plain))
 
     def taken(text: str) -> bool:
@@ -214,7 +217,12 @@ def _text(plain: Any, metadata: list[Any]) -> Schema:
             return False
         return True
 
-    kinds = ["string", *(kind for kind, texts in _OTHER_SCALARS.items() if any(map(taken, texts)))]
+    return ["string", *(kind for kind, texts in _OTHER_SCALARS.items() if any(map(taken, texts)))]
+
+
+def _text(plain: Any, metadata: list[Any]) -> Schema:
+    """Text by its pattern, and other scalars."""
+    kinds = _scalars(plain, metadata)
     made: Schema = {"type": kinds if len(kinds) > 1 else "string"}
     patterns = [found.pattern for found in _marks(metadata, StringConstraints) if found.pattern]
     if patterns:

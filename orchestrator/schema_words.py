@@ -71,4 +71,5 @@ def _sentence(kind: str, default: str, meaning: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace(" (below)", "").replace("\\|", "|").strip()
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # links
+    return re.sub(r" \(below\)|; see below", "", text).replace("\\|", "|").strip()
