@@ -77,7 +77,7 @@ def _claim(launch: Launch, want: Wanted, asked: read.Asked, place: Sequence[Gpu]
         return _unclaimed(launch, asked, Claimed(by_env=by_env, unknown=unknown))
     chosen = _decided(launch, want, reading, place)
     if isinstance(chosen, Conflict):
-        raise Refused(words.conflict(launch.place.name, chosen), hint=f"orch gpus {launch.place.name}")
+        raise Refused(words.conflict(launch.place.name, chosen, not launch.warm), hint=f"orch gpus {launch.place.name}")
     claimed = Claimed(chosen.gpus, chosen.all, by_env, bool(chosen.held))
     not_locked = reading.lock_problem or ("another launch holds the lock" if asked.reading.busy else "")
     if not_locked:
@@ -195,6 +195,8 @@ def plan(launch: Launch) -> Planned:
         return Planned(f"would not be claimed: {unknown}", requests=tuple(requests))
     chosen = _decided(launch, want, reading, place)
     if isinstance(chosen, Conflict):
-        return Planned(f"would be refused: {words.conflict(launch.place.name, chosen)}", True, tuple(requests))
+        return Planned(
+            f"would be refused: {words.conflict(launch.place.name, chosen, not launch.warm)}", True, tuple(requests)
+        )
     shared = f"; shared: {words.held(chosen.held)}" if chosen.held else ""
     return Planned(f"to claim {told(chosen)}{shared}", requests=tuple(requests))

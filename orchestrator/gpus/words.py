@@ -89,10 +89,11 @@ def held(all_: Sequence[Held]) -> str:
     return "; ".join(parts + ghosts)
 
 
-def conflict(place: str, found: Conflict) -> str:
-    """One sentence: what is in the way, and what can be done."""
+def conflict(place: str, found: Conflict, share: bool = True) -> str:
+    """One sentence: what is in the way, and what can be done; `share`: by the option that launches all the same."""
     few = ""
     if found.count:
         few = f"{found.count} GPU{'' if found.count == 1 else 's'} are wanted and {len(found.free)} free: "
         few = few.replace("1 GPU are", "1 GPU is")
-    return f"{place}: {few}{held(found.held)}; wait or stop what is there, or launch all the same with --share-gpus"
+    sharing = ", or launch all the same with --share-gpus" if share else ""
+    return f"{place}: {few}{held(found.held)}; wait or stop what is there{sharing}"
