@@ -21,9 +21,9 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
     """`{run, by, grace, kill, why}` -> `{"run", "state", "phase", "already", "left"}`; events `{"stopping":
     sentence}`.
 
-    `grace`: seconds between SIGTERM and SIGKILL, by default the recipe's; `kill`: at once. `already`: it had
-    ended before; `why`: of a run that has not begun, what its record says. `left`: processes that could not be ended. OpError: not_found, or failed where something
-    still lives.
+    `grace`: seconds between SIGTERM and SIGKILL, by default the recipe's; `kill`: at once; `why`: what the record says
+    of a run that has not begun. `already`: it had ended before. `left`: processes that could not be ended. OpError:
+    not_found, or failed where something still lives.
     """
     run = find(call.root, args.get("run"))
     standing = Standing(run)
