@@ -84,6 +84,7 @@ def build(path: str, args: Dict[str, Any], call: Call, lock: int) -> Dict[str, A
         _write_manifest(temporary, manifest)
         maker.tell("writing to disk", 0.0)
         _sync(temporary)
+        state.remove(work)  # before it has its name: nobody cleans up beside an environment that is there
         _take_place(temporary, path, manifest, call)
         return manifest
     except OSError as error:

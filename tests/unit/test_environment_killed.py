@@ -33,6 +33,21 @@ environment.env_build(json.load(open(sys.argv[2])), Call(sys.argv[1]))
 """
 
 
+# The same, killed in the moment in which the environment has got its name.
+NAMED = """
+import os
+from orchestrator.remote import environment_build
+
+take_place = environment_build._take_place
+
+def killed(*arguments):
+    take_place(*arguments)
+    os.kill(os.getpid(), 9)
+
+environment_build._take_place = killed
+"""
+
+
 class Asked(Exception):
     """The request that would have been made."""
 
@@ -65,9 +80,9 @@ def request_file(tmp_path_factory):
     return file
 
 
-def build(root, file):
+def build(root, file, before=""):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    argv = [sys.executable, "-c", BUILDER, str(root), str(file)]
+    argv = [sys.executable, "-c", before + BUILDER, str(root), str(file)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -92,7 +107,20 @@ def test_killed_at_some_moment(request_file, tmp_path, moment):
     assert again.returncode == 0
     found = usable(tmp_path, ident)
     assert found["present"] and not found["polluted"]
-    assert [entry.name for entry in (tmp_path / "envs").iterdir() if not entry.name.startswith(".")] == [ident]
+    assert left(tmp_path) == [ident]
+
+
+def left(root):
+    return [entry.name for entry in (root / "envs").iterdir() if not entry.name.startswith(".")]
+
+
+def test_killed_once_it_has_its_name(request_file, tmp_path):
+    """Nothing of the work is left: a launch that finds the environment does not clean up beside it."""
+    with build(tmp_path, request_file, NAMED) as builder:
+        builder.communicate(timeout=120)
+    assert builder.returncode == -signal.SIGKILL
+    ident = json.loads(request_file.read_text())["id"]
+    assert usable(tmp_path, ident)["present"] and left(tmp_path) == [ident]
 
 
 @pytest.mark.parametrize("step", ["creating", "installing", "checking", "writing"])
