@@ -39,7 +39,7 @@ def init_command(options: Options, *, yes: bool, fingerprint: str | None) -> Non
     def trust(host: Host) -> None:
         from orchestrator.place.hostkeys import trust as record
 
-        words = ["orch", "init", options.machine or host.name]
+        words = ["orch", *sys.argv[1:]]
         print(f"{host.name} is a machine whose key is not known here yet:")
         done = record(host, fingerprint=fingerprint, confirm=asker(words, ask=terminal, sure=fingerprint is not None))
         print(f"recorded in {done.path}")

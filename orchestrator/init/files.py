@@ -113,7 +113,7 @@ def _kept(project: Project, path: Path, chosen: Chosen) -> File:
     other = [f"{key}: {new}" for key, old, new in wanted if old != new]
     if not other:
         return File(path, KEPT, "it was there already")
-    return File(path, KEPT, f"{note}. It says otherwise than this, which you may put there", "\n".join(other))
+    return File(path, KEPT, f"{note}; what was chosen now is not what it says", "\n".join(other))
 
 
 def _environment(chosen: Chosen) -> list[File]:

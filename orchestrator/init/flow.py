@@ -77,6 +77,8 @@ def decide(
     """Asks, looks, and settles everything. Raises UsageError, Unreachable, Refused; nothing was written then."""
     root = project.own_root or project.cwd
     hosts = load_hosts(project)
+    if root != project.cwd:
+        ask.show(f"This folder is part of the project {root}, which holds recipes/.")
     entry = _machine(project, hosts, options, ask)
     host = hosts.get(entry.name) or entry.host()
     ask = replace(ask, command=f"{ask.command} {entry.ssh or entry.name}")
@@ -158,7 +160,8 @@ def _trusting(host: Host, trust: Trust, go: Callable[[], T]) -> T:
         return go()
     except Refused as error:
         if error.hint != f"orch trust {host.name}":
-            raise
+            hint = error.hint.replace(f"orch trust {host.name}", f"orch init {host.name}")  # it may be in no file yet
+            raise Refused(f"{error.message}; nothing was written", hint) from None
         trust(host)
         return go()
     except Unreachable as error:
