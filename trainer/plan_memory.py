@@ -107,12 +107,18 @@ def _width(sizes: Sizes, rows: int, size: int) -> int:
 
 
 def target_forward(sizes: Sizes) -> int:
-    """What a forward pass of a Llama-like target takes beside its weights and features: the most of an MLP (stream,
-    normed stream, and three of its width) and of a norm (the stream, and in float32 itself and its square)."""
+    """What a forward pass of a Llama-like target takes beside its weights and features, as transformers runs it: the
+    embedded tokens, a layer's input and its stream, and the most of an MLP (normed, and three of its width), a norm
+    (in float32, itself and its square) and that of all queries; and the rotations' cosines and sines."""
     target, e = sizes.target, sizes.target_bytes
-    mlp = sizes.tokens * (2 * target.hidden + 3 * target.intermediate) * e
-    norm = sizes.tokens * target.hidden * (2 * e + 8)
-    return max(mlp, norm)
+    wide = 8 if e < 4 else e  # a float32 copy and its square, or the square alone
+    queries = target.heads * target.head_size
+    inner = max(
+        (target.hidden + 3 * target.intermediate) * e,
+        target.hidden * wide,
+        queries * (e + wide),
+    )
+    return sizes.tokens * (3 * target.hidden * e + inner + 2 * target.head_size * e)
 
 
 def _check_of_target(ledger: Ledger, sizes: Sizes) -> None:

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from trainer import head, step
+from trainer import head, step, target
 from trainer.config import Config
 from trainer.drafter import Drafter, Shape
 from trainer.feed import made_up
@@ -100,6 +101,28 @@ def _slope(logits, wanted, label, known, objective):
     return torch.empty_like(logits)
 
 
+def target_forward(hf: PretrainedConfig, length: int) -> int:
+    """Peak bytes of a forward pass over one row through all layers but the last, in bfloat16, beside weights and
+    features."""
+    layers, before = tuple(range(hf.num_hidden_layers - 1)), torch.get_default_dtype()
+    hf._attn_implementation = target.ATTENTION
+    with FakeTensorMode(allow_non_fake_inputs=True), Counter() as count, torch.no_grad():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = AutoModelForCausalLM.from_config(hf).eval()
+        finally:
+            torch.set_default_dtype(before)
+        frozen = object.__new__(target.Target)  # without files
+        frozen.model, frozen.layers, frozen._features = model, layers, None
+        for place, layer in enumerate(layers):
+            model.model.layers[layer].register_forward_hook(frozen._capture(place))
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        count.peak = base = count.now
+        trunk = target._up_to(model.model, max(layers))
+        _, features = frozen._forward(trunk, tokens, tokens, lambda query, *_: torch.empty_like(query))
+        return count.peak - base - features.nbytes
+
+
 class Counted(NamedTuple):
     peak: int  # bytes
     flops: int  # of matrix products
@@ -109,13 +132,13 @@ def count_step(config: Config, sizes: Sizes) -> Counted:
     """Of a rank that trains on features from elsewhere, up to the optimizer; the two buffers of features are made here,
     as the receiver makes them."""
     batches = [made_up(config, rows=sizes.rows) for _ in range(config.data.micro_batches)]
-    target, dtype = sizes.target, {2: torch.bfloat16, 4: torch.float32}[sizes.bytes]
+    ends_of, dtype = sizes.target, {2: torch.bfloat16, 4: torch.float32}[sizes.bytes]
     shape = Shape(
-        hidden=target.hidden,
+        hidden=ends_of.hidden,
         intermediate=sizes.intermediate,
         heads=sizes.heads,
         kv_heads=sizes.kv_heads,
-        head_size=target.head_size,
+        head_size=ends_of.head_size,
         features=sizes.features,
         layers=sizes.layers,
         epsilon=1e-6,
@@ -138,14 +161,14 @@ def count_step(config: Config, sizes: Sizes) -> Counted:
             for parameter in drafter.parameters():
                 parameter.data = parameter.data.to(dtype)
             drafter.activation_checkpointing = config.activation_checkpointing
-            embedding = torch.empty(target.vocabulary, target.hidden, dtype=dtype)
-            output = embedding if target.tied else torch.empty_like(embedding)
-            ends = Vocabulary(embedding=embedding, head=output, final_norm=torch.empty(target.hidden), config=None)
+            embedding = torch.empty(ends_of.vocabulary, ends_of.hidden, dtype=dtype)
+            output = embedding if ends_of.tied else torch.empty_like(embedding)
+            ends = Vocabulary(embedding=embedding, head=output, final_norm=torch.empty(ends_of.hidden), config=None)
             optimizer = Optimizer(drafter, config.optimizer, config.steps)
             optimizer._adam_state()
             wide = sizes.features + sizes.distils
-            buffers = [torch.empty(sizes.tokens * wide * target.hidden, dtype=dtype) for _ in range(2)]
-            cut = sizes.tokens * sizes.features * target.hidden
+            buffers = [torch.empty(sizes.tokens * wide * ends_of.hidden, dtype=dtype) for _ in range(2)]
+            cut = sizes.tokens * sizes.features * ends_of.hidden
             features = buffers[0][:cut].view(sizes.rows, sizes.length, -1)
             last = buffers[0][cut:].view(sizes.rows, sizes.length, -1) if sizes.distils else None
             count.peak = count.now

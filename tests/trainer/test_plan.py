@@ -12,16 +12,26 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, Qwen3Config
 
 from tests.trainer.counted import count_step
+from tests.trainer.counted import target_forward as counted_forward
 from trainer import block_mask, cli, plan, plan_fit, sharding
 from trainer.block_mask import Blocks, LayerKind
-from trainer.config import Config, DataConfig, DrafterConfig, LossConfig, OptimizerConfig, TargetConfig
+from trainer.config import (
+    Config,
+    DataConfig,
+    DrafterConfig,
+    LossConfig,
+    OptimizerConfig,
+    TargetConfig,
+    TopologyConfig,
+)
 from trainer.data.batches import chunk_places
 from trainer.drafter import Drafter
 from trainer.models import shape_of, spread_layers
 from trainer.optimizer import Optimizer
-from trainer.plan_memory import Setting, drafter_rank
+from trainer.plan_memory import Setting, drafter_rank, target_forward
 from trainer.plan_sizes import entries_of, padded_blocks, sizes_of, spread
 from trainer.plan_work import attention_tiles, card_named, work
 
@@ -97,6 +107,27 @@ def test_peak_memory_and_arithmetic_are_those_of_the_trainers_own_step(targets, 
     assert products * config.data.micro_batches == pytest.approx(counted.flops, rel=0.01)
 
 
+@pytest.mark.parametrize("changed", [{}, {"intermediate_size": 2048}], ids=["wide MLP", "narrow MLP"])
+def test_a_target_takes_what_transformers_own_layers_do(tmp_path, changed):
+    content = {**LARGE, **changed, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    sizes = sizes_of(configured(tmp_path, length=4096, target_layers=(0, 1)))
+    assert target_forward(sizes) == pytest.approx(counted_forward(Qwen3Config(**content), 4096), rel=0.02)
+
+
+def test_a_sharded_drafter_takes_its_share_of_what_is_at_rest(targets):
+    config = configured(targets["large"], rows=2, layers=8)
+    whole, spread_out = (
+        plan_fit.drafter_memory(
+            dataclasses.replace(config, topology=TopologyConfig(mode="split", drafters=2, shard=shard)), ranks=2
+        )
+        for shard in ("off", "on")
+    )
+    for kind in ("masters", "optimizer"):
+        assert spread_out.at_peak[kind] == pytest.approx(whole.at_peak[kind] / 2, rel=1e-6)
+    assert spread_out.at_peak["weights"] < whole.at_peak["weights"] and spread_out.peak < whole.peak
+
+
 def test_production_shape_takes_what_was_measured_and_written_down(targets):
     config = configured(targets["large"])
     flops = work(sizes_of(config), documents=2000)
@@ -125,8 +156,6 @@ def test_the_plan_counts_layers_blocks_and_head_rows_as_the_trainer_does(layers,
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_and_checkpoint_are_as_large_as_the_optimizers(small_target, kind):
-    from transformers import AutoConfig
-
     folder = small_target()
     config = configured(
         folder, length=128, anchors=8, block=4, chunk=64, kind=kind, ema=0.9, dtype="float32", target_layers=(0, 2)
