@@ -342,7 +342,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Waits for something that follows soon."""
     end = time.monotonic() + seconds
     while not condition():

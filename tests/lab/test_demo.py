@@ -98,7 +98,7 @@ def test_stopped_half_way_and_seen_from_a_second_workstation(bare_lab, workstati
         return next(run for run in second.runs(PLACE) if run["phase"] not in ("finished", "failed", "stopped"))
 
     run = current()["run"]
-    assert until(lambda: (current()["step"] or 0) >= 3, 90.0), current()
+    assert until(lambda: (current()["step"] or 0) >= 3, 300), current()
     assert current()["tmux"]["session"] is True
     assert second.orch("logs", run, "--tail", "2").stdout
     assert "step" in second.orch("logs", run, "--pane").stdout

@@ -145,7 +145,7 @@ def polluted_meanwhile(station, lab, name, pollute, code):
     station.recipe(name, environment="tiny", command=["{python}", "-u", "-c", wait + code], metrics=False, stop_grace=1)
     station.orch("launch", name, "--place", PLACE, "--detach")
     lab.run("sh", "-c", f"chattr -R -f -i /var/lib/orch/envs; {pollute}; touch /tmp/go", vmid="200")
-    assert until(lambda: station.runs(PLACE)[0]["phase"] == "failed", 30)
+    assert until(lambda: station.runs(PLACE)[0]["phase"] == "failed", 120)
     return station.json("diagnose", name, "--place", PLACE)
 
 
@@ -241,7 +241,7 @@ def test_a_container_stopped_under_a_run_and_started_again(make_lab, make_workst
         said.update(station.json("diagnose", run, code=None))
         return said["cause"] == "container-restarted"
 
-    assert until(restarted, 20), (said["cause"], said["evidence"], said["notes"])
+    assert until(restarted, 120), (said["cause"], said["evidence"], said["notes"])
 
 
 def test_the_memory_limit_of_a_container(make_lab, make_workstation):

@@ -51,7 +51,7 @@ def test_a_cut_in_the_middle_of_an_upload_leaves_nothing(lab, relay):
     def left():
         return lab.run("sh", "-c", "ls /var/lib/orch/tmp; ls -d /var/lib/orch/code/cut", vmid="200", check=False).stdout
 
-    assert until(lambda: left() == "", 10), left()
+    assert until(lambda: left() == "", 120), left()
     with open_session(lab.place("200")) as again:
         assert upload(again, "code/cut", data).data["how"] == "new"
 

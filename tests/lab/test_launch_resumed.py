@@ -79,7 +79,7 @@ def test_killed_and_launched_again(lab, workstation, place, moment, step):
 
     again = workstation.orch("launch", name, "--place", place, "--detach")
 
-    until(lambda: bool(starts(lab, workstation, place, name)), 15.0)
+    until(lambda: bool(starts(lab, workstation, place, name)), 120)
     time.sleep(0.3)
     assert len(starts(lab, workstation, place, name)) == 1
     mine = [run for run in workstation.runs(place) if run["recipe"] == name]
@@ -132,7 +132,7 @@ def test_two_launches_at_once_from_two_workstations(lab, make_workstation, works
     words = "".join((out + err).decode() for (out, err), _ in outcomes)
     assert codes in ([0, 5], [0, 0]), words  # 0, 0: the second came when the first had handed over already
     assert ("is being launched already, by tester" in words) or ("already" in words), words
-    assert until(lambda: bool(starts(lab, workstation, "pve/201", "twice")), 15.0)
+    assert until(lambda: bool(starts(lab, workstation, "pve/201", "twice")), 120)
     time.sleep(0.3)
     assert len(starts(lab, workstation, "pve/201", "twice")) == 1
     (run,) = [run for run in other.runs("pve/201") if run["recipe"] == "twice"]

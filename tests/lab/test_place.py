@@ -112,7 +112,7 @@ def test_threads_end_with_their_connection(lab):
     for _ in range(3):
         with open_session(lab.place("200")):
             pass
-    assert until(lambda: not [t for t in threading.enumerate() if t not in before and t.is_alive()], 20)
+    assert until(lambda: not [t for t in threading.enumerate() if t not in before and t.is_alive()], 120)
 
 
 def test_the_host_tells_whose_processes_are_on_the_gpus(lab):

@@ -10,7 +10,7 @@ import pytest
 from .conftest import until
 
 PLACES = ("pve/200", "pve/201")
-SECONDS = 10.0  # in which everything has to end everywhere
+SECONDS = 25.0  # less than the 30 s that torchrun gives its ranks by itself
 
 # Stands for torchrun and its ranks: two a place, each in a session of its own and deaf to SIGTERM; they meet at the
 # rendezvous and take steps together, from the newest checkpoint of rank 0 on. The launcher waits long for the others
@@ -100,7 +100,7 @@ def recipe(station, lab, name, steps=100000, more=(), **keys):
 def launch(station, lab, name, **keys):
     recipe(station, lab, name, **keys)
     run = station.json("launch", name, "--detach")["run"]
-    assert until(lambda: (rows(station, run)["pve/200"]["step"] or 0) > 3, 30.0), rows(station, run)
+    assert until(lambda: (rows(station, run)["pve/200"]["step"] or 0) > 3, 120), rows(station, run)
     return run
 
 
@@ -124,7 +124,7 @@ def all_gone(lab, run):
 def ended(station, lab, run):
     """Everything of the run has ended in time; how it ended at each place."""
     assert until(lambda: all_gone(lab, run), SECONDS), [pids(lab, vmid, run) for vmid in lab.vmids]
-    assert until(lambda: all(row["exit"] for row in rows(station, run).values()), 5.0), rows(station, run)
+    assert until(lambda: all(row["exit"] for row in rows(station, run).values()), 120), rows(station, run)
     return rows(station, run)
 
 
@@ -169,7 +169,7 @@ def test_an_address_that_is_not_there_and_a_way_that_is_closed(station, two):
 @pytest.mark.parametrize(("place", "rank"), [("pve/201", 3), ("pve/200", 0)])
 def test_a_rank_that_is_killed_ends_all(station, two, place, rank):
     run = launch(station, two, f"killed{rank}")
-    assert until(lambda: {row["phase"] for row in rows(station, run).values()} == {"training"}, 5.0)
+    assert until(lambda: {row["phase"] for row in rows(station, run).values()} == {"training"}, 120)
     assert rows(station, run)["pve/201"]["step"] > 3  # told at the first place
     again = station.orch("launch", f"killed{rank}")
     assert f"{run} is training already, so nothing was started" in again.stdout
@@ -192,7 +192,7 @@ def test_a_runner_that_is_killed_is_missed_and_what_became_of_its_place_is_unkno
     runner = json.loads(two.run("cat", f"/var/lib/orch/runs/{run}/state.json", vmid="201").stdout)["runner"]["pid"]
     two.run("kill", "-9", str(runner), vmid="201")
     assert until(lambda: not pids(two, "200", f"ORCH_RUN_ID={run}"), SECONDS)
-    assert until(lambda: rows(station, run)["pve/200"]["exit"], 30.0)
+    assert until(lambda: rows(station, run)["pve/200"]["exit"], 120)
     found = rows(station, run)
     assert found["pve/200"]["first"]["kind"] == "silent" and found["pve/200"]["first"]["place"] == "pve/201"
     assert found["pve/201"]["phase"] == "lost"
@@ -247,7 +247,7 @@ def test_a_run_goes_on_without_a_place_that_is_lost(station, two):
     one = station.json("launch", "elastic", "--detach")["run"]
     assert until(lambda: rows(station, one)["pve/200"]["step"] == 25, 30.0)  # and on that it stays
     two.run("lxc-stop", "-k", "-n", "200")
-    assert until(lambda: rows(station, one)["pve/201"]["exit"], 30.0)
+    assert until(lambda: rows(station, one)["pve/201"]["exit"], 120)
     refused = station.orch("launch", "elastic", "--detach", code=5).stderr
     assert f"{one} cannot go on: pve/201 has no checkpoint of it, and pve/200" in refused
     assert "orch launch elastic --new" in refused
@@ -256,9 +256,9 @@ def test_a_run_goes_on_without_a_place_that_is_lost(station, two):
     again = station.orch("launch", "elastic", "--detach").stdout
     assert f"from step 20 of {one}, which lost pve/200" in again, again
     other = max(row["run"] for row in rows(station, "elastic").values())
-    assert until(lambda: rows(station, other)["pve/200"]["step"] == 45, 30.0)
+    assert until(lambda: rows(station, other)["pve/200"]["step"] == 45, 120)
     two.run("lxc-stop", "-k", "-n", "201")
-    assert until(lambda: rows(station, other)["pve/200"]["exit"], 30.0)
+    assert until(lambda: rows(station, other)["pve/200"]["exit"], 120)
 
     plan = station.json("plan", "elastic")
     assert plan["place"] == "pve/200" and "without pve/201: no answer" in plan["steps"][1]["what"]

@@ -60,11 +60,11 @@ def test_a_killed_rank_of_a_real_torchrun(make_workstation, two):
         stop_grace=30,
     )
     run = station.json("launch", "pair", "--detach", timeout=600)["run"]
-    assert until(lambda: "over 4" in station.orch("logs", run).stdout, 120), station.orch("logs", run).stdout
+    assert until(lambda: "over 4" in station.orch("logs", run).stdout, 300), station.orch("logs", run).stdout
     two.run("kill", "-9", ranks(two, "201", run)["3"], vmid="201")
-    assert until(lambda: not ranks(two, "200", run) and not ranks(two, "201", run), 10)
+    assert until(lambda: not ranks(two, "200", run) and not ranks(two, "201", run), 120)
     said = "rank 3 at pve/201 was killed by signal 9 (SIGKILL)"
-    assert until(lambda: all(r["exit"] for p in station.json("status", run)["places"] for r in p["runs"]), 10)
+    assert until(lambda: all(r["exit"] for p in station.json("status", run)["places"] for r in p["runs"]), 120)
     for report in station.json("status", run)["places"]:
         assert (report["runs"][0]["phase"], report["runs"][0]["first"]["said"]) == ("failed", said)
     found = station.json("diagnose", run)
@@ -110,9 +110,9 @@ def test_the_trainer_goes_on_at_the_place_that_is_left_as_if_nothing_had_happene
     undisturbed = station.json("launch", "elastic", *alone, "--detach", timeout=600)["run"]
     first = station.json("launch", "elastic", "--detach", timeout=600)["run"]
     saved = f"/var/lib/orch/runs/{first}/checkpoints/step-000010"
-    assert until(lambda: two.run("test", "-d", saved, vmid="200", check=False).returncode == 0, 120)
+    assert until(lambda: two.run("test", "-d", saved, vmid="200", check=False).returncode == 0, 300)
     two.run("lxc-stop", "-k", "-n", "201")
-    assert until(lambda: not ranks(two, "200", first), 30)
+    assert until(lambda: not ranks(two, "200", first), 120)
 
     said = station.orch("launch", "elastic", timeout=300).stdout
     assert f"of {first}, which lost pve/201" in said, said
@@ -120,7 +120,7 @@ def test_the_trainer_goes_on_at_the_place_that_is_left_as_if_nothing_had_happene
     log = station.orch("logs", second).stdout
     assert "on 1 of 2 ranks, which take the 2 parts of each step" in log and "resuming after step" in log, log
 
-    assert until(lambda: max(losses(two, undisturbed)) == 40, 60)
+    assert until(lambda: max(losses(two, undisturbed)) == 40, 300)
     whole, before, after = losses(two, undisturbed), losses(two, first), losses(two, second)
     assert min(after) > 10 and set(before) | set(after) == set(whole) == set(range(1, 41))
     for part in (before, after):

@@ -22,7 +22,7 @@ from trainer.compile_guard import guard as guard_module
 
 ROOT = Path(__file__).parents[2]
 SHARED = hasattr(fx, "_is_fx_tracing_flag")  # the flag is the process's
-PATIENCE = 20  # seconds: what is waited for follows at once
+PATIENCE = 60  # seconds: what is waited for follows at once
 
 
 def heal():

@@ -17,7 +17,7 @@ from trainer.source import Streamed, _Turns
 from trainer.topology import Topology
 from trainer.world import World
 
-LIMIT = 30  # seconds
+LIMIT = 60  # seconds
 
 
 @settings(deadline=None, max_examples=30)

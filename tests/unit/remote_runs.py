@@ -72,7 +72,7 @@ class Client:
         found: dict[str, Any] = self.call("probe", runs=[run], **more)[0]["runs"][0]
         return found
 
-    def until(self, run: str, *phases: str, timeout: float = 15) -> dict[str, Any]:
+    def until(self, run: str, *phases: str, timeout: float = 60) -> dict[str, Any]:
         return eventually(lambda: (r := self.look(run))["phase"] in phases and r, timeout, f"{run} {phases}")
 
     def dir(self, run: str) -> RunDir:
@@ -103,7 +103,7 @@ def launch_of(program: str, **more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
-def eventually(check: Callable[[], Any], timeout: float = 10, what: str = "it") -> Any:
+def eventually(check: Callable[[], Any], timeout: float = 60, what: str = "it") -> Any:
     end = time.monotonic() + timeout
     while True:
         found = check()
