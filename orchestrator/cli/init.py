@@ -57,6 +57,7 @@ def init_command(options: Options, *, yes: bool, fingerprint: str | None) -> Non
 
 def _locked(out: Console, chosen: Chosen) -> bool:
     """Whether the new environment has its lock now. Where it cannot be made here, that is said and no error."""
+    from orchestrator.environment.lock import unlisted
     from orchestrator.environment.relock import write
     from orchestrator.init.files import environment_folder
     from orchestrator.view.follow import LaunchDisplay
@@ -72,7 +73,11 @@ def _locked(out: Console, chosen: Chosen) -> bool:
     except OrchError as error:
         out.print(f"  not locked   {error.message}", soft_wrap=True)
         return False
-    return not done.missing
+    # CPU builds of other Pythons may have no hash there; what is not even named stops every build
+    lacking = unlisted(done.path.read_text("utf-8"))
+    for what in lacking:
+        out.print(f"  not locked   {what}: no index that has it can be reached from here", soft_wrap=True)
+    return not lacking
 
 
 def _next(chosen: Chosen, locked: bool) -> list[tuple[str, str]]:

@@ -69,8 +69,29 @@ def choose(project: Project, needs: Needs, gpu: Gpu, own_name: str) -> Choice:
         if _holds(project, name, needs):
             return Choice(name, f"it has what {who} needs: {wants}")
     torch, backend = _build_for(gpu)
-    lines = [f"torch=={torch}" if line == "torch" else line for line in needs.requirements]
+    lines = []
+    for line in needs.requirements:
+        if _is_torch(line):
+            torch, backend, line = _torch_as_asked(line, torch, backend)
+        lines.append(line)
     return Choice(own_name, f"{who} needs {wants}", tuple(lines), torch, backend)
+
+
+def _is_torch(line: str) -> bool:
+    return _named((line,)) == ["torch"]
+
+
+def _torch_as_asked(line: str, torch: str, backend: str) -> tuple[str, str, str]:
+    """spec.yaml's torch and backend, and the requirement: spec and lock have to agree on the version."""
+    from packaging.requirements import Requirement
+
+    wanted = Requirement(line)
+    exact = [clause.version for clause in wanted.specifier if clause.operator in ("==", "===")]
+    if wanted.specifier.contains(torch):
+        return torch, backend, f"torch=={torch}"
+    if len(exact) == 1 and "*" not in exact[0]:
+        return exact[0].partition("+")[0], backend, f"torch=={exact[0].partition('+')[0]}"
+    return str(wanted.specifier), "auto", line  # some other version, which the lock will name
 
 
 def _named(requirements: tuple[str, ...]) -> list[str]:

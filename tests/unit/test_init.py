@@ -215,6 +215,20 @@ def test_the_smallest_environment_that_will_do(folder, wanted, gpu, name, backen
     assert load_environment(find_project(), name).name == name if name != "mine" else found.requirements
 
 
+@pytest.mark.parametrize(
+    ("line", "torch", "backend", "written"),
+    [
+        ("torch", "2.13.0", "cpu", "torch==2.13.0"),
+        ("torch>=2.1", "2.13.0", "cpu", "torch==2.13.0"),
+        ("torch==2.10.0+cu128", "2.10.0", "cpu", "torch==2.10.0"),
+        ("torch<2.5,>=2.1", "<2.5,>=2.1", "auto", "torch<2.5,>=2.1"),
+    ],
+)
+def test_the_spec_of_a_new_environment_agrees_with_what_is_asked_of_torch(folder, line, torch, backend, written):
+    found = choose(find_project(), Needs((line, "einops"), "x"), Gpu(False), "mine")
+    assert (found.torch, found.backend, found.requirements) == (torch, backend, (written, "einops"))
+
+
 def test_one_of_the_projects_own_goes_first(folder):
     write(
         folder,
