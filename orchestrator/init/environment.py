@@ -74,6 +74,9 @@ def choose(project: Project, needs: Needs, gpu: Gpu, own_name: str) -> Choice:
         if _is_torch(line):
             torch, backend, line = _torch_as_asked(line, torch, backend)
         lines.append(line)
+    names = _named(needs.requirements)
+    if "torch" in names and "numpy" not in names:
+        lines.append("numpy  # torch warns where it is missing")
     return Choice(own_name, f"{who} needs {wants}", tuple(lines), torch, backend)
 
 
