@@ -126,6 +126,7 @@ COMMANDS: dict[str, tuple[str, tuple[tuple[tuple[str, ...], str | None, str], ..
     'init': ('Set up a project here: hosts.yaml and a recipe, checked', (
         (('--container', '-c'), '', 'A VMID or name, or none: the host itself'),
         (('--kind',), '', "The container's kind, where the host does not say"),
+        (('--sudo',), None, 'The way into the container is by sudo -n on the host'),
         (('--command',), '', "What runs, such as 'python train.py --lr 1e-4'"),
         (('--name',), '', "The recipe's name"),
         (('--environment', '-e'), 'specification', 'An environment that is there already'),
