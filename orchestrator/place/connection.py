@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from orchestrator.errors import Unreachable
+
 # Bytes handed on at a time: one huge write to an SSH channel is quadratic.
 CHUNK = 32 << 10
 # Bytes of stderr that are remembered for messages.
@@ -14,6 +16,10 @@ STDERR_KEPT = 64 << 10
 SEND_TIMEOUT = 60.0
 
 OnStderr = Callable[[bytes], None]
+
+
+class ChannelRefused(Unreachable):
+    """The host opens no further channel on this connection."""
 
 
 class Channel(Protocol):

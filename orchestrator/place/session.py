@@ -256,9 +256,10 @@ def connect(place: Place) -> Connection:
 
         return LocalConnection(place.host.name)
     # Imported here: paramiko takes 0.2 s that commands without a remote place need not pay.
+    from orchestrator.place.shared import Share
     from orchestrator.place.ssh import connect as connect_ssh
 
-    return connect_ssh(place.host)
+    return Share(place.host.name, (place.host.name, place.host.ssh), lambda: connect_ssh(place.host))
 
 
 def open_session(place: Place, connect: Connect = connect) -> Session:

@@ -23,7 +23,7 @@ import tenacity
 from orchestrator.config.models import Host
 from orchestrator.errors import OrchError, Unreachable
 from orchestrator.place import known_hosts
-from orchestrator.place.connection import OnStderr, command_line
+from orchestrator.place.connection import ChannelRefused, OnStderr, command_line
 from orchestrator.place.ssh_auth import Keys
 from orchestrator.place.ssh_channel import SshChannel
 from orchestrator.place.ssh_config import Route, resolve
@@ -74,7 +74,7 @@ class SshConnection:
             channel.settimeout(CHANNEL)
             channel.exec_command(line)
         except paramiko.ChannelException as error:
-            raise Unreachable(
+            raise ChannelRefused(
                 f"{self.name} opens no further channel on this connection ({error.text or error.args[-1]}): "
                 "MaxSessions of its sshd is reached"
             ) from None
@@ -82,6 +82,10 @@ class SshConnection:
             raise Unreachable(f"{self.name} does not start a command: {_words(error)}") from None
         self.channels += 1
         return SshChannel(channel, self.name, self.dead, on_stderr)
+
+    @property
+    def alive(self) -> bool:
+        return self._transport.is_active() and not self.dead.is_set() and not self._closed.is_set()
 
     def _watch(self) -> None:
         """Asks the peer for an answer now and then: TCP alone takes a stopped or unplugged machine for a quiet one,

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.errors import ConnectionLost, Unreachable
 from orchestrator.place import connection as bounds
-from orchestrator.place import ssh_channel
+from orchestrator.place import ssh, ssh_channel
 from orchestrator.place.container import wrap
 from orchestrator.place.session import connect, open_session
 
@@ -21,7 +21,7 @@ from .conftest import until
 
 @pytest.fixture
 def host(lab):
-    it = connect(lab.place(None))
+    it = ssh.connect(lab.place(None).host)
     yield it
     it.close()
 

@@ -14,6 +14,8 @@ from orchestrator.place import container, session
 from orchestrator.place.session import explain, open_session
 from orchestrator.remote import zipapp
 
+from .conftest import until
+
 
 def put(channel, path, data, **more):
     args = {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), **more}
@@ -176,19 +178,17 @@ def test_noise_before_the_greeting_is_ignored(lab):
         lab.run("rm", "/root/.bashrc")
 
 
-def test_the_server_ends_with_its_client(lab):
-    def servers():
-        return lab.run(
-            "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o '[p]yz serve'", check=False
-        ).stdout
+def servers(lab, vmid=None):
+    """Of all containers, or of one."""
+    words = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o '[p]yz serve'"
+    return lab.run("sh", "-c", words, vmid=vmid, check=False).stdout
 
+
+def test_the_server_ends_with_its_client(lab):
     it = open_session(lab.place("200"))
-    assert servers()
+    assert servers(lab)
     it.close()
-    end = time.monotonic() + 10
-    while servers() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not servers()
+    assert until(lambda: not servers(lab))
 
 
 def test_explain_runs_nothing(lab, relay):
@@ -199,13 +199,26 @@ def test_explain_runs_nothing(lab, relay):
     assert any("1 connection, 1 pct call" in line for line in lines)
 
 
-def test_max_sessions_is_told(lab):
-    connection = session.connect(lab.place(None))
+def test_containers_of_a_host_share_its_connection(lab, relay):
+    places = [lab.place(vmid, ssh_config=relay.config) for vmid in ("200", "201")]
+    with open_session(places[0]) as one:
+        with open_session(places[1]) as other:
+            assert other.call("have", {"paths": []}).data == {"paths": []}
+        assert relay.connections == 1
+        assert until(lambda: not servers(lab, "201"))  # its server has ended, the connection has not
+        assert one.call("have", {"paths": []}).data == {"paths": []}
+    with open_session(places[0]):
+        assert relay.connections == 2
+
+
+def test_more_channels_than_the_host_opens_on_one_connection_take_a_second(lab, relay):
+    connection = session.connect(lab.place(None, ssh_config=relay.config))
     try:
         for _ in range(10):
             connection.open(["sleep", "5"])
-        with pytest.raises(Unreachable, match="MaxSessions"):
-            connection.open(["true"])
+        assert relay.connections == 1
+        assert connection.open(["echo", "here"]).read(60) == b"here\n"
+        assert relay.connections == 2
     finally:
         connection.close()
 
