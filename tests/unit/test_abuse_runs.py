@@ -17,7 +17,7 @@ import pytest
 from orchestrator import history
 from orchestrator.remote import frames
 from orchestrator.run import from_probe
-from orchestrator.survey import _gpu
+from orchestrator.survey import gpu_of
 
 from .remote_runs import Client, clean_up, eventually, gone
 from .test_abuse_cli import orch
@@ -101,9 +101,9 @@ def test_a_header_with_half_a_character_travels():
 def test_what_a_place_says_cannot_steer_the_terminal():
     (run,) = from_probe({"time": 1.0, "runs": [{"run": "a", "phase": "x\x1b[2J", "why": "\x9b1m\ud800"}]}, b"", "local")
     assert (run.phase, run.why) == ("x�[2J", "�1m�")
-    gpu = _gpu({"index": 0, "name": "H200\x1b[1m", "why": {"power": "\x07"}})
+    gpu = gpu_of({"index": 0, "name": "H200\x1b[1m", "why": {"power": "\x07"}})
     assert (gpu.name, gpu.error) == ("H200�[1m", "power: �")
-    gpu = _gpu({"index": 0, "why": {"power": "N/A", "utilization": "N/A", "memory_used": "GPU is lost"}})
+    gpu = gpu_of({"index": 0, "why": {"power": "N/A", "utilization": "N/A", "memory_used": "GPU is lost"}})
     assert gpu.error == "power, utilization: N/A; memory_used: GPU is lost"
 
 
