@@ -75,7 +75,8 @@ claims() {
     uid=${dir##*-}
     case $uid in *[!0-9]*) continue ;; esac
     if [ -z "$(find "$dir" -prune -type d -user "$uid")" ]; then continue; fi
-    for path in $(find "$dir" -maxdepth 1 -type f -user "$uid" -name 'claim-*'); do
+    # No other names: one with a blank in it would be split into files that are not that user's.
+    for path in $(find "$dir" -maxdepth 1 -type f -user "$uid" -name 'claim-*' ! -name '*[!A-Za-z0-9._-]*'); do
       if [ -f "$path" ]; then tell "$(head -c 8192 "$path")" "$path"; fi
     done
   done
@@ -155,16 +156,21 @@ if [ "$decision" = take ]; then
     if [ -d "$dir" ] && [ ! -L "$dir" ] && [ -O "$dir" ]; then
       umask 022
       start_of "$$"
-      whole=
+      # All in one write, of which a full disk is then known.
+      text='' whole=''
       while IFS= read -r line; do
         if [ "$line" = end ]; then
           whole=1
           break
         fi
-        printf '%s\n' "$line"
-      done >"$dir/.new-$$"
-      printf 'owner %s\nholder %s %s\nboot %s\n' "$own" "$$" "$started" "$this_boot" >>"$dir/.new-$$"
-      if [ -n "$whole" ] && mv -f "$dir/.new-$$" "$dir/claim-$kind-$id-$run"; then
+        text="$text$line
+"
+      done
+      text="${text}owner $own
+holder $$ $started
+boot $this_boot"
+      if [ -n "$whole" ] && printf '%s\n' "$text" >"$dir/.new-$$" &&
+        mv -f "$dir/.new-$$" "$dir/claim-$kind-$id-$run"; then
         say taken 1
       else
         rm -f "$dir/.new-$$"
