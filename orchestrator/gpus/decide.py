@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.gpus.model import IDLE, Chosen, Conflict, Held, Holder, Reading, Wanted
+from orchestrator.gpus.words import numbers
 from orchestrator.run import Gpu
+
+_INDEX = re.compile("[0-9]{1,9}")  # isdigit takes more than int does
 
 
 class NotThere(Exception):
@@ -48,7 +52,7 @@ def visible(text: str) -> tuple[str, ...]:
     """The devices of a CUDA_VISIBLE_DEVICES: CUDA takes those before the first that is none."""
     named: list[str] = []
     for word in (part.strip() for part in text.split(",")):
-        if not word.isdigit() and not word.startswith(("GPU-", "MIG-")):
+        if not _INDEX.fullmatch(word) and not word.startswith(("GPU-", "MIG-")):
             break
         named.append(word)
     return tuple(named)
@@ -124,7 +128,9 @@ def named(wanted: Wanted, there: Sequence[Gpu], place: Sequence[Gpu] | None = No
             one = by_index.get(str(int(word)))
         else:  # CUDA takes the beginning of a UUID
             like = [gpu for uuid, gpu in by_uuid.items() if uuid.lower().startswith(word.lower())]
-            one = like[0] if len(like) == 1 else None
+            if len(like) > 1:
+                raise NotThere(f"{word} is the beginning of several UUIDs there, those of {numbers(like)}")
+            one = like[0] if like else None
         if one is None:
             have = ", ".join(sorted(by_index, key=int)) or "none"
             raise NotThere(f"it names GPU {word}, and those that can be claimed there are {have}")

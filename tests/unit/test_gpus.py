@@ -122,6 +122,8 @@ def test_only_what_the_place_has_is_taken_and_by_its_own_numbers_where_these_are
     assert isinstance(host, Chosen) and [one.index for one in host.gpus] == [2, 3]
     with pytest.raises(NotThere, match="GPU 0, and those that can be claimed there are 2, 3"):
         decide(Wanted(named=("0",)), reading, "mine", place)
+    with pytest.raises(NotThere, match="GPU-0000 is the beginning of several UUIDs there, those of GPUs 2-3"):
+        decide(Wanted(named=("GPU-0000",)), reading, "mine", place)
     # one that is lost has no UUID: it is not claimed, and the run is told which the others are
     lost = Reading((gpu(0), gpu(1, uuid=None)))
     rest = decide(Wanted(all=True), lost, "mine")
@@ -160,6 +162,7 @@ def test_what_a_recipe_wants(said, env, trainer, cpu, wanted) -> None:
 
 def test_what_is_no_device_ends_cudas_list() -> None:
     assert visible("0,GPU-ab,-1,2") == ("0", "GPU-ab") and visible("") == ()
+    assert visible("1,²") == ("1",) and visible("0," + "9" * 5000) == ("0",)  # which are digits, and no int
 
 
 def facts(**more: list[str]) -> dict[str, list[str]]:
