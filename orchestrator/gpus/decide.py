@@ -85,7 +85,7 @@ def decide(
     Raises:
         NotThere: the place has not as many, or not those that are named.
     """
-    there = _of_place(reading.gpus, place)
+    there = claimable(reading.gpus, place)
     all_held = {gpu.uuid: Held(gpu, found) for gpu in there if (found := holders(gpu, reading, run))}
     free = [gpu for gpu in there if gpu.uuid not in all_held]
     if wanted.count:
@@ -111,7 +111,7 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def _of_place(gpus: Iterable[Gpu], place: Sequence[Gpu] | None) -> list[Gpu]:
+def claimable(gpus: Iterable[Gpu], place: Sequence[Gpu] | None) -> list[Gpu]:
     """Those with a UUID that the place has too: only by that can one be claimed."""
     inside = None if place is None else {gpu.uuid for gpu in place}
     return [gpu for gpu in gpus if gpu.uuid and (inside is None or gpu.uuid in inside)]

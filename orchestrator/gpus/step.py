@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.errors import ConnectionLost, OrchError, Refused, UsageError
 from orchestrator.gpus import read, words
-from orchestrator.gpus.decide import NotThere, decide, wanted_by
+from orchestrator.gpus.decide import NotThere, claimable, decide, wanted_by
 from orchestrator.gpus.model import Chosen, Claimed, Conflict, Reading, Wanted
 from orchestrator.run import Gpu
 from orchestrator.user import user_name, who
@@ -72,7 +72,7 @@ def _claim(launch: Launch, want: Wanted, asked: read.Asked, place: Sequence[Gpu]
             "all the same with --share-gpus",
             hint=f"orch gpus {launch.place.name}",
         )
-    unknown = _unknown(launch, want, reading, problem)
+    unknown = _unknown(launch, want, reading, place, problem)
     if unknown:
         return _unclaimed(launch, asked, Claimed(by_env=by_env, unknown=unknown))
     chosen = _decided(launch, want, reading, place)
@@ -112,12 +112,16 @@ def _whole(reading: Reading, place: Sequence[Gpu] | None, problem: str) -> Readi
     return reading if place is None else read.with_place(reading, place, problem)
 
 
-def _unknown(launch: Launch, want: Wanted, reading: Reading, problem: str) -> str:
+def _unknown(launch: Launch, want: Wanted, reading: Reading, place: Sequence[Gpu] | None, problem: str) -> str:
     """Why it cannot be known which GPUs the launch will use; "" where it can."""
     if any(word.startswith("MIG-") for word in want.named):
         return "the recipe names a part of a GPU (MIG), and only whole ones are claimed"
     # indices and UUIDs of the host say nothing of which the place has
-    return reading.problem or (f"{launch.place.name}: {problem}" if problem else "")
+    why = reading.problem or (f"{launch.place.name}: {problem}" if problem else "")
+    if not why and not claimable(reading.gpus, place):
+        too = "" if place is None else " that its host shows too"
+        why = f"no GPU that {launch.place.name} shows has a UUID{too}"
+    return why
 
 
 def _decided(launch: Launch, want: Wanted, reading: Reading, place: Sequence[Gpu] | None) -> Chosen | Conflict:
@@ -190,7 +194,7 @@ def plan(launch: Launch) -> Planned:
         return Planned(f"not known: {error.message}", requests=tuple(requests))
     asked.close()
     reading = _whole(asked.reading, place, problem)
-    unknown = _unknown(launch, want, reading, problem)
+    unknown = _unknown(launch, want, reading, place, problem)
     if unknown:
         return Planned(f"would not be claimed: {unknown}", requests=tuple(requests))
     chosen = _decided(launch, want, reading, place)

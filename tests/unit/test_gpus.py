@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.bundled import bundled_dir
-from orchestrator.gpus import read, words
+from orchestrator.gpus import read, step, words
 from orchestrator.gpus.decide import NotThere, decide, holders, ranks, visible, wanted_by
 from orchestrator.gpus.model import IDLE, Chosen, Claim, Claimed, Conflict, Process, Reading, Wanted
 from orchestrator.gpus.survey import HostReport
@@ -158,6 +159,15 @@ def test_what_a_recipe_wants(said, env, trainer, cpu, wanted) -> None:
     found = wanted_by(said, env, trainer, cpu=cpu)
     assert found == wanted
     assert found.none == (wanted == Wanted() or env.get("CUDA_VISIBLE_DEVICES") == "-1")
+
+
+def test_gpus_of_which_none_can_be_claimed_are_not_said_to_be() -> None:
+    launch = SimpleNamespace(place=SimpleNamespace(name="pve/200"))
+    for place in ([gpu(0, uuid=None)], [gpu(0, uuid="GPU-of-another-view")]):
+        why = step._unknown(launch, Wanted(all=True), Reading((gpu(0),)), place, "")
+        assert why == "no GPU that pve/200 shows has a UUID that its host shows too"
+    assert step._unknown(launch, Wanted(all=True), Reading((gpu(0, uuid=None),)), None, "").endswith("has a UUID")
+    assert step._unknown(launch, Wanted(all=True), Reading((gpu(0),)), [gpu(3, uuid=gpu(0).uuid)], "") == ""
 
 
 def test_what_is_no_device_ends_cudas_list() -> None:
