@@ -178,12 +178,15 @@ class FollowDisplay:
         age = duration(status.seconds)
         if status.step is None and (words := phase_words(status)) != status.phase:
             return f"{words.removeprefix(status.phase).strip()}  {age}"
-        step = "-" if status.step is None else str(status.step)
         of = f"/{self.total_steps}" if self.total_steps else ""
-        return (
-            f"step {step}{of}  loss {number(status.loss)}  {rate(status.tokens_per_second)} tokens/s  "
-            f"τ {number(acceptance_length(status), '.2f')}  {age}"
-        )
+        tau = acceptance_length(status)
+        figures = [
+            f"step {'-' if status.step is None else status.step}{of}" if of or status.step is not None else "",
+            f"loss {number(status.loss)}" if status.loss is not None else "",
+            f"{rate(status.tokens_per_second)} tokens/s" if status.tokens_per_second is not None else "",
+            f"τ {number(tau, '.2f')}" if tau is not None else "",
+        ]
+        return "  ".join([*filter(None, figures), age])  # a program of one's own may tell none of them
 
     def _block(self, status: RunStatus) -> RenderableType:
         grid = Table.grid(padding=(0, 1))

@@ -28,10 +28,11 @@ PHASE_STYLE = {
 }
 
 
-def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool) -> RenderableType:
+def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool, fold: bool = True) -> RenderableType:
     """Everything the probes brought back, fitted to `width` columns.
 
-    `details` shows the tail of the log and the pane also of runs that have ended.
+    `details` shows the tail of the log and the pane also of runs that have ended; without `fold` lines of a log stay
+    as long as they are.
     """
     parts: list[RenderableType] = []
     runs = [run for report in reports for run in report.runs]
@@ -57,36 +58,42 @@ def status_view(reports: Sequence[PlaceReport], width: int, *, details: bool) ->
             parts += [Text(), gpus]
     for run in runs:
         if details or run.phase not in ENDED or run.phase in ("failed", "lost"):
-            parts += [Text(), *_details(run)]
+            parts += [Text(), *_details(run, fold)]
     return Group(*parts)
 
 
 def _runs_table(runs: Sequence[RunStatus], width: int) -> Table:
+    """A row a run. What no run has has no column, and the place has one wherever there is room for it."""
     narrow = width < 100
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if not narrow else 1, 0, 0))
-    table.add_column("RUN", overflow="fold", no_wrap=False)
+    gap = 1 if narrow else 2
+    figures = {
+        "STEP": ["-" if run.step is None else str(run.step) for run in runs],
+        "LOSS": [number(run.loss) for run in runs],
+        "TOK/S": [rate(run.tokens_per_second) for run in runs],
+        "τ": [number(acceptance_length(run), ".2f") for run in runs],
+        "TIME": [duration(run.seconds) for run in runs],
+    }
+    if set(figures["τ"]) == {"-"}:
+        del figures["τ"]
+    columns = {"RUN": [run.run for run in runs], "PLACE": [run.place for run in runs]}
+    columns |= {"PHASE": [run.phase for run in runs], **figures}
+    if sum(max(map(len, (name, *cells))) + gap for name, cells in columns.items()) > width and narrow:
+        del columns["PLACE"]
     if not narrow:
-        table.add_column("PLACE", overflow="fold")
-    table.add_column("PHASE", no_wrap=True)
-    for name in ("STEP", "LOSS", "TOK/S", "τ", "AGE"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if not narrow:
-        table.add_column("BY", overflow="ellipsis", no_wrap=True)
-    for run in runs:
-        row: list[RenderableType] = [Text(run.run)]
-        if not narrow:
-            row.append(Text(run.place))
-        row.append(Text(run.phase, style=PHASE_STYLE.get(run.phase, "")))
-        row += [
-            Text("-" if run.step is None else str(run.step)),
-            Text(number(run.loss)),
-            Text(rate(run.tokens_per_second)),
-            Text(number(acceptance_length(run), ".2f")),
-            Text(duration(run.seconds)),
+        columns["BY"] = [run.user for run in runs]
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    for name in columns:
+        if name in ("RUN", "PLACE"):
+            table.add_column(name, overflow="fold")
+        elif name == "BY":
+            table.add_column(name, overflow="ellipsis", no_wrap=True)
+        else:
+            table.add_column(name, justify="right" if name in figures else "left", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
+        styles = [
+            PHASE_STYLE.get(cell, "") if name == "PHASE" else "" for name, cell in zip(columns, cells, strict=True)
         ]
-        if not narrow:
-            row.append(Text(run.user))
-        table.add_row(*row)
+        table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)))
     return table
 
 
@@ -131,7 +138,7 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}%"
 
 
-def _details(run: RunStatus) -> list[RenderableType]:
+def _details(run: RunStatus, fold: bool) -> list[RenderableType]:
     head = Text.assemble((run.run, "bold"), f" at {run.place}: ", (phase_words(run), PHASE_STYLE.get(run.phase, "")))
     if run.why:
         head.append(f", {run.why}")
@@ -148,6 +155,8 @@ def _details(run: RunStatus) -> list[RenderableType]:
     if not tail:
         screen = str((run.tmux or {}).get("screen") or "")
         tail = [printable(line) for line in screen.splitlines() if line.strip()][-5:]
+    if not fold:
+        return parts + [Text(f"  {line}", style="dim", no_wrap=True, overflow="ignore") for line in tail]
     return parts + [Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2), expand=False) for line in tail]
 
 
@@ -177,5 +186,6 @@ def tmux_note(run: RunStatus) -> str | None:
 
 
 def print_status(console: Console, reports: Sequence[PlaceReport], *, details: bool) -> None:
-    """Write the whole status once."""
-    console.print(status_view(reports, console.width, details=details))
+    """Write the whole status once; where it is piped to, a line of a log stays one line."""
+    fold = console.is_terminal
+    console.print(status_view(reports, console.width, details=details, fold=fold), soft_wrap=not fold)

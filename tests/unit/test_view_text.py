@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from orchestrator.run import from_probe
+from orchestrator.survey import PlaceReport
 from orchestrator.view.cache import folded, print_list, recipes
 from orchestrator.view.environments import print_checked
-from orchestrator.view.status import log_lines
+from orchestrator.view.follow import FollowDisplay
+from orchestrator.view.status import log_lines, print_status
 from orchestrator.view.text import duration, mebibytes, printable, rate, size
 
 
@@ -100,3 +103,44 @@ def test_whose_a_cache_is():
     assert recipes({"label": {"recipe": "a", "recipes": ["b"]}, "uses": {"recipes": ["a", "c"]}}) == ["a", "b", "c"]
     assert recipes({"label": None}) == [] == recipes({"label": {"recipes": "junk"}, "uses": {"recipes": 5}})
     assert folded(["generation 3 of x is good"]) == ["generation 3 of x is good"]
+
+
+def look(place="pve/200", log=b"", **metrics):
+    item = {"run": "train-20261201-042500", "phase": "training", "state": {"created": 90.0}, "metrics": metrics}
+    item["log"] = {"from": 0, "length": len(log)}
+    return PlaceReport(place, 100.0, tuple(from_probe({"time": 100.0, "runs": [item]}, log, place)), (), None, None)
+
+
+def status(width, *reports, terminal=True):
+    out = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    print_status(out, reports, details=False)
+    return out.file.getvalue().splitlines()
+
+
+def test_the_runs_have_their_place_where_it_fits_and_no_column_of_what_none_of_them_has():
+    plain_run, evaluated = look(), look(eval={"eval": {"headline": {"tau": 1.5}}})
+    assert status(80, plain_run)[0].split() == ["RUN", "PLACE", "PHASE", "STEP", "LOSS", "TOK/S", "TIME"]
+    assert status(80, plain_run)[1].split() == ["train-20261201-042500", "pve/200", "training", "-", "-", "-", "10s"]
+    assert "τ" in status(80, plain_run, evaluated)[0]
+    long = look(place="a-machine-with-a-long-name/and-a-container-too")
+    assert status(80, long)[0].split()[:2] == ["RUN", "PHASE"] and status(120, long)[0].split()[:2] == ["RUN", "PLACE"]
+    assert all(len(line) <= 80 for line in status(80, long))
+
+
+def test_a_long_line_of_a_log_is_folded_on_a_terminal_and_stays_one_line_elsewhere():
+    line = "step 1 " + "x" * 200
+    assert f"  {line}" in status(80, look(log=line.encode()), terminal=False)
+    shown = status(80, look(log=line.encode()))
+    assert all(len(one) <= 80 for one in shown) and "".join(shown).count("x") == 200
+
+
+def test_a_run_that_is_followed_shows_the_figures_that_it_tells():
+    out = Console(file=io.StringIO(), width=80)
+    FollowDisplay(out, None).observed(look().runs[0])
+    FollowDisplay(out, None).observed(look(last={"step": 3, "loss": 0.25}).runs[0])
+    FollowDisplay(out, 60).observed(look().runs[0])
+    assert [" ".join(line.split()) for line in out.file.getvalue().splitlines()] == [
+        "training 10s",
+        "training step 3 loss 0.250 10s",
+        "training step -/60 10s",
+    ]
