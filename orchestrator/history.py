@@ -14,7 +14,7 @@ import sqlite3
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ create table if not exists names_seen (
 )""",
 )
 _LINUX: bool = sys.platform == "linux"
+_LONGEST = 30 * 86400.0  # seconds of a step that are believed
 _MOST_TIMES = 2000  # the newest are kept: some two hundred launches
 
 
@@ -180,7 +181,8 @@ def known(place: str | None = None) -> list[Entry]:
     try:
         with _database() as database:
             rows = database.execute(
-                "select * from runs_at_places where ?1 is null or place = ?1 order by created desc, run desc",
+                f"select {_columns(Entry)} from runs_at_places where ?1 is null or place = ?1 "
+                "order by created desc, run desc",
                 (place,),
             ).fetchall()
     except (OSError, sqlite3.Error) as error:
@@ -207,10 +209,11 @@ def add_times(times: Collection[StepTime]) -> None:
 
 
 def step_times() -> list[StepTime]:
-    """How long steps took, the newest first; none where the index cannot be read."""
+    """How long steps took, the newest first; none where the index cannot be read. What no step takes is left out: it
+    comes of a place's clock that was set while it was measured."""
     try:
         with _database() as database:
-            rows = database.execute("select * from step_times order by rowid desc").fetchall()
+            rows = database.execute(_TIMES, (_LONGEST,)).fetchall()
     except (OSError, sqlite3.Error) as error:
         _warn(str(error))
         return []
@@ -248,11 +251,20 @@ def names_at_a_glance(kind: str, place: str | None = None, recipe: str | None = 
     return [Seen(*row) for row in _read(_NAMES, (kind, place, recipe))]
 
 
+def _columns(of: type) -> str:
+    """By name: an index whose tables are others than these, of another version, is one that cannot be used."""
+    return ", ".join(one.name for one in fields(of))
+
+
+_TIMES = f"select {_columns(StepTime)} from step_times where seconds between 0 and ?1 order by rowid desc"
 _NAMES = (
-    "select * from names_seen where kind = ?1 and (?2 is null or place = ?2) and (?3 is null or recipe = ?3) "
-    "order by rowid limit 200"
+    f"select {_columns(Seen)} from names_seen "
+    "where kind = ?1 and (?2 is null or place = ?2) and (?3 is null or recipe = ?3) order by rowid limit 200"
 )
-_RUNS = "select * from runs_at_places where ?1 is null or place = ?1 order by created desc, run desc limit ?2"
+_RUNS = (
+    f"select {_columns(Entry)} from runs_at_places where ?1 is null or place = ?1 "
+    "order by created desc, run desc limit ?2"
+)
 _ENVIRONMENTS = (
     "select environment, recipe, place, max(rowid) as latest from step_times where environment <> '' "
     "group by environment, recipe, place order by latest desc limit 200"

@@ -77,3 +77,24 @@ def test_without_an_index_times_are_not_known_and_nothing_stops(monkeypatch, tmp
     history.add_times([history.StepTime(0.0, "code", "local", "demo", "", "in place", 0, 1.0)])
     assert history.step_times() == []
     assert capsys.readouterr().err.count("cannot be used") >= 1
+
+
+def test_an_index_with_other_tables_is_one_that_cannot_be_used(capsys):
+    import sqlite3
+
+    history.state_directory().mkdir(parents=True)
+    with sqlite3.connect(history.state_directory() / "index.sqlite") as database:
+        for table in ("step_times", "runs_at_places", "names_seen"):
+            database.execute(f"create table {table} (run text, kind text, odd text)")
+            database.execute(f"insert into {table} values ('a', 'cache', 'c')")
+    history._warn.cache_clear()
+    assert history.step_times() == history.known() == history.at_a_glance() == history.names_at_a_glance("cache") == []
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def test_times_that_no_step_takes_are_not_believed():
+    def took(seconds):
+        return history.StepTime(1.0, "first step", "local", "demo", "", "warm", 0, seconds)
+
+    history.add_times([took(seconds) for seconds in (-1.0, 12.0, 1.8e9, float("inf"))])
+    assert [time.seconds for time in history.step_times()] == [12.0]
