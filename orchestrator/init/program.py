@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.words import quote
 from orchestrator.errors import UsageError
 
 PYTHON = "{python}"
@@ -64,13 +65,25 @@ def _command(name: str) -> list[str]:
 
 
 def words(text: str) -> list[str]:
-    """A command as somebody types it, as a recipe's words. Raises UsageError."""
+    """A command as somebody types it, as a recipe's words: no shell reads them. Raises UsageError."""
     try:
         found = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"the command cannot be split into words: {error}", "--command 'python train.py'") from None
+        raise UsageError(f"the command cannot be split into words: {error}", "orch init --command 'python train.py'") from None
     if not found:
-        raise UsageError("the command is empty", "--command 'python train.py'")
+        raise UsageError("the command is empty", "orch init --command 'python train.py'")
+    bare = re.sub(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""", "", text, flags=re.DOTALL)
+    if of_a_shell := re.search(r"[;&|<>`$]+", bare):
+        raise UsageError(
+            f"the command has {quote(of_a_shell[0])}, which only a shell understands, and none reads it: put the lines "
+            "into a file such as run.sh, or quote what is meant as it stands",
+            "orch init --command 'sh run.sh'",
+        )
+    if re.match(r"[A-Za-z_]\w*=", found[0]):
+        raise UsageError(
+            f"the command begins with {quote(found[0])}: environment variables stand under env: in the recipe",
+            f"orch init --command {shlex.quote(shlex.join(found[1:]) or 'python train.py')}",
+        )
     if re.fullmatch(r"python3?(\.\d+)?", found[0]):
         found[0] = PYTHON
     elif found[0].endswith(".py"):

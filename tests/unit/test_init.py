@@ -145,6 +145,7 @@ def test_a_command_is_guessed_from_the_folder(tmp_path):
         ("python3.11 -m pkg", [PYTHON, "-m", "pkg"]),
         ("train.py 'a b'", [PYTHON, "train.py", "a b"]),
         ("sh run.sh", ["sh", "run.sh"]),
+        ("""train.py 'a; b' "\\"&" \\$HOME a=b""", [PYTHON, "train.py", "a; b", '"&', "$HOME", "a=b"]),
     ],
 )
 def test_words_of_a_command(text, found):
@@ -155,6 +156,18 @@ def test_words_of_a_command(text, found):
 def test_no_command_is_a_sentence(text):
     with pytest.raises(UsageError, match="the command"):
         words(text)
+
+
+@pytest.mark.parametrize("text", ["cd src && python t.py", "python t.py >log", "python t.py 'a' $DATA", "a; b"])
+def test_what_only_a_shell_understands_is_no_word_of_a_command(text):
+    with pytest.raises(UsageError, match="only a shell understands"):
+        words(text)
+
+
+def test_variables_before_a_command_belong_into_the_recipe():
+    with pytest.raises(UsageError, match="env: in the recipe") as caught:
+        words("CUDA_VISIBLE_DEVICES=0 python train.py --lr 1")
+    assert caught.value.hint == "orch init --command 'python train.py --lr 1'"
 
 
 def test_what_a_program_imports_is_what_it_needs(tmp_path):
