@@ -69,7 +69,9 @@ def words(text: str) -> list[str]:
     try:
         found = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"the command cannot be split into words: {error}", "orch init --command 'python train.py'") from None
+        raise UsageError(
+            f"the command cannot be split into words: {error}", "orch init --command 'python train.py'"
+        ) from None
     if not found:
         raise UsageError("the command is empty", "orch init --command 'python train.py'")
     bare = re.sub(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""", "", text, flags=re.DOTALL)
