@@ -46,7 +46,10 @@ SetOption = Annotated[
 def init(
     machine: Annotated[
         str | None,
-        typer.Argument(metavar="ALIAS", help="An alias of ~/.ssh/config, user@host, or local; asked when left out."),
+        typer.Argument(
+            metavar="ALIAS",
+            help="An alias of ~/.ssh/config, user@host, or local; or with its container, pve/200; asked when left out.",
+        ),
     ] = None,
     container: Annotated[
         str | None, typer.Option("--container", "-c", metavar="ID", help="A VMID or name, or none: the host itself.")

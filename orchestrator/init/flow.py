@@ -79,6 +79,7 @@ def decide(
     hosts = load_hosts(project)
     if root != project.cwd:
         ask.show(f"This folder is part of the project {root}, which holds recipes/.")
+    options = _parted(options)
     entry = _machine(project, hosts, options, ask)
     host = hosts.get(entry.name) or entry.host()
     ask = replace(ask, command=f"{ask.command} {entry.ssh or entry.name}")
@@ -103,6 +104,21 @@ def decide(
 # -- where --
 
 
+def _parted(options: Options) -> Options:
+    """A place, such as pve/200, is a machine and its container: it is written so everywhere else."""
+    said = options.machine or ""
+    machine, slash, container = said.partition("/") if "://" not in said else (said, "", "")
+    if not slash:
+        return options
+    if not machine or not container or options.container not in (None, container):
+        raise UsageError(
+            f"{quote(said)} is not a machine and its container"
+            + (f", for --container says {quote(options.container)}" if options.container else ""),
+            "orch init pve/200",
+        )
+    return replace(options, machine=machine, container=container)
+
+
 def _machine(project: Project, hosts: dict[str, Host], options: Options, ask: Asker) -> Entry:
     known = aliases()
     said = options.machine
@@ -115,12 +131,6 @@ def _machine(project: Project, hosts: dict[str, Host], options: Options, ask: As
             ask.show("~/.ssh/config names no machine; one can be given as user@host.")
             first = 0
         said = ask.choose("Which machine", offered, first, offered[0].value, free=_OTHER)
-    said, slash, container = said.partition("/") if "://" not in said else (said, "", "")
-    if slash and options.container is None:
-        raise UsageError(
-            f"{quote(said + '/' + container)} is a place; the machine and the container are given by themselves",
-            f"orch init {said} --container {container}",
-        )
     if said == LOCAL:
         return Entry(LOCAL, None)
     if said in hosts:
@@ -181,6 +191,8 @@ def _container(entry: Entry, host: Host, listed: Listed, options: Options, ask: 
         running = [index for index, one in enumerate(listed.found) if one.running]
         sure = running[0] if len(running) == 1 or (running and ask.terminal and not ask.yes) else None
         default = sure if listed.found else 0 if len(offered) == 1 else None
+        if len(named) == 1:  # what this project had before is the likeliest
+            default = next(index for index, one in enumerate(offered) if one.value in named)
         if len(offered) == 1 and options.check:
             said = NONE  # there is nothing to choose from
             if listed.failed:

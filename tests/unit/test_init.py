@@ -490,7 +490,7 @@ def orch(folder, *words, code=0):
 
 def test_the_command_writes_what_loads_and_overwrites_nothing(folder):
     write(folder, {"hosts.yaml": "# mine\nhosts:\n  local: {}\n"})  # whatever lies above this folder
-    base = ("init", "me@192.0.2.7", "--container", "200", "--no-check")
+    base = ("init", "me@192.0.2.7/200", "--no-check")
     assert "--command 'python train.py'" in orch(folder, *base, code=2)
     assert [path.name for path in folder.iterdir()] == ["hosts.yaml"]
     told = orch(folder, *base, "--yes")
@@ -506,11 +506,13 @@ def test_the_command_writes_what_loads_and_overwrites_nothing(folder):
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (folder / "train.py").write_text("import torch\n")
     files[folder / "train.py"] = b"import torch\n"
+    again = orch(folder, "init", "me@192.0.2.7", "--no-check", "--yes")  # the container that hosts.yaml names
+    assert again.count("  kept  ") == 2 and "it has 192.0.2.7/200 already" in again
     told = orch(folder, "init", "local", "-c", "none", "--no-check", "--yes")
     assert told.count("  kept  ") == 2 and "place: local\n" in told and "environment: torch\n" in told
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
     assert "did you mean" in orch(folder, "init", "local", "-c", "none", "--no-check", "-y", "-e", "toch", code=2)
-    assert "is a place" in orch(folder, "init", "pve/200", "--no-check", "-y", code=2)
+    assert "--container says" in orch(folder, "init", "pve/200", "-c", "201", "--no-check", "-y", code=2)
     assert "is neither" in orch(folder, "init", "a b", "--no-check", "-y", code=2)
 
 
