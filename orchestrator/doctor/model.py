@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from orchestrator.config.models import Host
 
 OK, WARNING, FAULT, UNKNOWN = "ok", "warning", "fault", "unknown"
+_OF_GPUS = frozenset({"gpus", "driver", "uvm"})  # checks whose fault a program without GPUs does not meet
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ class Report:
     def good(self) -> bool:
         """Whether a launch is expected to work: no row is a fault. Warnings and what is unknown do not count."""
         return all(one.status != FAULT for one in self.findings)
+
+    @property
+    def only_without_gpus(self) -> bool:
+        """Whether what needs no GPU is expected to work, and what needs one is not."""
+        faults = {one.check for one in self.findings if one.status == FAULT}
+        return bool(faults) and faults <= _OF_GPUS
 
     def to_json(self) -> dict[str, Any]:
         rows = [{**one.__dict__, "remedy": list(one.remedy)} for one in self.findings]

@@ -36,5 +36,6 @@ def print_report(console: Console, report: Report) -> None:
         for status, word in ((FAULT, "fault"), (WARNING, "warning"), (UNKNOWN, "unknown"))
         if counts[status]
     ]
-    verdict = "a launch can work here" if report.good else "a launch would fail here"
+    which = "a launch that needs GPUs" if report.only_without_gpus else "a launch"
+    verdict = "a launch can work here" if report.good else f"{which} would fail here"
     console.print(f"{verdict}: {', '.join(parts) or 'nothing is missing'}", soft_wrap=True)

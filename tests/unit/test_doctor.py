@@ -353,4 +353,10 @@ def test_the_table_fits_a_terminal_and_remedies_stay_whole(name):
     shown = [line.strip()[2:] for line in lines if line.strip().startswith("→")]
     assert shown == [remedy for one in report.findings for remedy in one.remedy]
     assert all(len(line) <= 80 for line in lines if not line.strip().startswith("→"))
-    assert ("a launch would fail here" if not report.good else "a launch can work here") in lines[-1]
+    verdicts = {
+        "stopped": "a launch would fail here",
+        "mismatch": "a launch that needs GPUs would fail here",
+        "lock": "a launch can work here",
+        "memory said": "a launch can work here",
+    }
+    assert lines[-1].startswith(f"{verdicts[name]}: ")
