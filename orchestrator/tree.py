@@ -139,11 +139,14 @@ def _hold_size(root: Path, names: Sequence[str], largest: str) -> None:
     if total <= size_of(largest):
         return
     first = sorted(sizes, key=lambda name: (-sizes[name], name))[:_NAMED]
+    first = [name for name in first if sizes[name] >= total / 100]  # what is small is not the reason
     told = ", ".join(f"{name} ({_shown(sizes[name])})" for name in first)
     raise UsageError(
         f"the code in {root} is {_shown(total)} in {len(sizes):,} files, more than the {largest} that code.largest "
-        f"allows; the largest are {told}; have git ignore what is no code, or allow more",
-        hint=f"--set code.largest={total // 10**6 + 1}MB" if total < 2 * 10**9 else f"du -ah {root} | sort -h | tail",
+        f"allows; mostly {told}; name in .gitignore what is no code, or allow more",
+        hint=f"the same with --set code.largest={total // 10**6 + 1}MB"
+        if total < 2 * 10**9
+        else f"du -ah {root} | sort -h | tail",
     )
 
 

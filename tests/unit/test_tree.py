@@ -195,9 +195,9 @@ def test_too_much_code_names_its_largest_files(tmp_path):
     (root / "x/log.txt").write_bytes(bytes(250_000))
     with pytest.raises(UsageError) as caught:
         snapshot_tree(root, "500kB")
-    assert "the largest are weights.bin (0.3 MB), x/log.txt (0.2 MB), small0.py (9 bytes)" in caught.value.message
+    assert "mostly weights.bin (0.3 MB), x/log.txt (0.2 MB);" in caught.value.message
     assert "0.6 MB in 11 files, more than the 500kB" in caught.value.message
-    assert caught.value.hint == "--set code.largest=1MB"
+    assert caught.value.hint == "the same with --set code.largest=1MB"
     assert snapshot_tree(root, "1MB").files == 11
 
 
