@@ -256,7 +256,10 @@ def left_behind(snapshot: Snapshot) -> str:
     """Which files of the user's own tree do not travel, though nothing says that they should not."""
     more = f" and {len(snapshot.left) - 5} more" if len(snapshot.left) > 5 else ""
     told = ", ".join(snapshot.left[:5])
-    return f"left behind, as names of secrets that git does not track: {told}{more}; a program gets them by secrets"
+    return (
+        f"left behind, as names of secrets that git does not track: {told}{more} "
+        "(secrets: in the recipe hands variables over)"
+    )
 
 
 def of(snapshot: Snapshot) -> str:
