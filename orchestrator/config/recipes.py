@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.bundled import bundled_dir
 from orchestrator.config.extends import base_of, merged
 from orchestrator.config.models import RECIPE_NAME, Place, Recipe, code_mapping
 from orchestrator.config.problems import dotted, in_order, keys_of, validate
@@ -60,7 +61,8 @@ def read_recipe(project: Project, name: str) -> RecipeSource:
         if not path.is_file():
             raise UsageError(f"there is no recipe file {quote(name)}", f"recipes: {listing(known)}")
     if path is None:
-        looked = " and ".join(shown(folder) for folder in project.recipe_dirs)
+        own = [shown(folder) for folder in project.recipe_dirs if folder != bundled_dir() / "recipes"]
+        looked = " and ".join([*own, "orch's own"])
         raise UsageError(
             f"there is no recipe {quote(name)}{did_you_mean(name, known)}",
             f"recipes: {listing(known)}; looked in {looked}",

@@ -359,7 +359,7 @@ def test_unknown_recipe(project_dir: Path) -> None:
         load_recipe(find_project(), "train_bg")
     assert caught.value.message == 'there is no recipe "train_bg" (did you mean "train-big"?)'
     assert caught.value.hint.startswith("recipes: demo")
-    assert "train-big; looked in recipes and " in caught.value.hint
+    assert "train-big; looked in recipes and orch's own" in caught.value.hint
 
 
 def environment(name: str, spec: str, lock: str | None = "torch==2.11.0\n") -> None:
