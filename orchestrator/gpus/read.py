@@ -57,7 +57,7 @@ class Asked:
 
     def take(self, lines: Mapping[str, str]) -> str:
         """Writes a claim down and frees the lock; -> "" or why it could not be written. Raises ConnectionLost."""
-        text = "".join(f"{key} {_one_line(value)}\n" for key, value in lines.items())
+        text = "".join(f"{key} {_value(key, value)}\n" for key, value in lines.items())
         self._channel.send(f"take\n{text}end\n".encode("utf-8", "replace"))
         self._until("gpus.free")
         if "gpus.taken" in self._greet.facts:
@@ -214,5 +214,7 @@ def _number(text: str) -> float | None:
     return number if 0 <= number < 1e12 else None
 
 
-def _one_line(text: str) -> str:
-    return plain(text).replace("\n", " ").replace("\t", " ")
+def _value(key: str, text: str) -> str:
+    """On one line; what somebody chose is cut, since only the first 8192 bytes of a claim are read."""
+    line = plain(text).replace("\n", " ").replace("\t", " ")
+    return line if key == "uuids" else line[:200]

@@ -228,6 +228,20 @@ def test_whatever_a_host_says_is_read_without_an_error(more: dict[str, list[str]
     assert lines(HostReport("pve", told), 80)
 
 
+def test_a_claim_stays_short_enough_to_be_read() -> None:
+    sent: list[bytes] = []
+    said = [b"N gpus.done 1\n", b"N gpus.taken 1\nN gpus.free 1\n"]
+    channel = SimpleNamespace(send=sent.append, read=lambda seconds: said.pop(0))
+    asked = read.Asked(SimpleNamespace(), channel, "N")
+    uuids = " ".join(f"GPU-{number:036}" for number in range(64))
+    assert (
+        asked.take({"user": "\N{GREEK SMALL LETTER OMEGA}" * 9000, "workstation": "a\nend\x1b", "uuids": uuids}) == ""
+    )
+    text = b"".join(sent).decode()
+    assert len(text.encode()) < 4096 and f"\nuuids {uuids}\n" in text
+    assert text.startswith("take\n") and text.endswith("\nend\n") and text.count("\n") == 5 and "\x1b" not in text
+
+
 def test_the_script_is_one_that_a_plain_shell_takes() -> None:
     assert read.script().startswith("owner_of() {")
     subprocess.run(["sh", "-n", "-c", read.script()], check=True, timeout=10)
