@@ -17,6 +17,7 @@ from orchestrator.remote import nvidia_smi
 from orchestrator.run import Gpu, RunStatus, from_probe
 
 _MOST_LISTED = 10_000
+_MOST_NAMED = 8  # places in a sentence
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None
     """
     entries = [entry for entry in history.known(place) if is_place(hosts, entry.place)]
     found = history.matching(reference, entries)
+    asked: list[Place] = []
     unreached: list[str] = []
     if not found:
         asked = [resolve_place(hosts, place)] if place else all_places(hosts)
@@ -169,7 +171,7 @@ def find_run(hosts: Mapping[str, Host], reference: str | None, place: str | None
         names = ", ".join(entry.run for entry in found[:5])
         raise NotFound(f'"{reference}" can mean {len(found)} runs: {names}', hint="orch status")
     if not found:
-        raise NotFound(_unknown(reference, entries, unreached), hint="orch status")
+        raise NotFound(_unknown(reference, entries, [one.name for one in asked], unreached), hint="orch status")
     ordered = {entry.place: None for entry in sorted(found, key=lambda entry: entry.number)}
     return [resolve_place(hosts, name) for name in ordered], found[0].run
 
@@ -192,12 +194,17 @@ def is_place(hosts: Mapping[str, Host], place: str) -> bool:
     return host in hosts and (not container or container in hosts[host].containers)
 
 
-def _unknown(reference: str | None, entries: Iterable[history.Entry], unreached: Sequence[str]) -> str:
+def _unknown(
+    reference: str | None, entries: Iterable[history.Entry], asked: Sequence[str], unreached: Sequence[str]
+) -> str:
     text = "there are no runs yet" if reference is None else f'there is no run "{reference}"'
     if reference is not None:
         near = difflib.get_close_matches(reference, [entry.run for entry in entries], n=1)
         if near:
             text += f' (did you mean "{near[0]}"?)'
+    answered = [name for name in asked if name not in unreached]
+    if answered and len(answered) <= _MOST_NAMED:  # another folder's hosts.yaml may name other places
+        text += f" at {', '.join(answered)}"
     if unreached:
         text += f"; {', '.join(unreached)} did not answer and may know more"
     return text

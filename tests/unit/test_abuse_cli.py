@@ -87,6 +87,11 @@ def test_a_current_directory_that_is_gone_is_one_sentence(words, code, tmp_path)
     assert b"the current directory is not there any more" in done.stderr
 
 
+def test_a_run_that_is_not_there_is_told_with_the_places_that_were_asked(tmp_path, a_run):
+    done = orch(tmp_path, "logs", "won", code=None)
+    assert b'there is no run "won" at local\n' in done.stderr and done.returncode != 0
+
+
 @pytest.mark.parametrize("state", ["/dev/null", "/proc/nothing", "/dev/null/x"])
 def test_without_an_index_the_places_are_asked(state, tmp_path, a_run):
     assert orch(tmp_path, "logs", "one", env={"ORCH_STATE_DIR": state}).stdout == "τ is 3 °C\n".encode()
