@@ -51,6 +51,8 @@ def resolve_place(hosts: Mapping[str, Host], name: str, project: Project | None 
     """The place `local`, `pve`, or `pve/200`. With the project given, an error says where it looked."""
     host_name, slash, container = name.partition("/")
     looked = f"; looked in {' and '.join(project.hosts_looked)}" if project else ""
+    if project and project.hosts_bundled:
+        looked += "; orch init writes one"
     host = hosts.get(host_name)
     if host is None:
         places = _place_names(hosts)

@@ -37,7 +37,8 @@ def test_without_a_file_there_is_this_machine() -> None:
         resolve_place(load_hosts(project), "pve", project)
     assert caught.value.message == 'there is no host "pve"'
     assert caught.value.hint == (
-        "hosts: local; looked in hosts.yaml here and in every folder above and ~/.config/orch/hosts.yaml"
+        "hosts: local; looked in hosts.yaml here and in every folder above and ~/.config/orch/hosts.yaml; "
+        "orch init writes one"
     )
 
 
