@@ -80,6 +80,8 @@ def decide(
     if root != project.cwd:
         ask.show(f"This folder is part of the project {root}, which holds recipes/.")
     options = _parted(options)
+    if options.command is not None:
+        words(options.command)  # before anybody is asked
     entry = _machine(project, hosts, options, ask)
     host = hosts.get(entry.name) or entry.host()
     ask = replace(ask, command=f"{ask.command} {entry.ssh or entry.name}")
