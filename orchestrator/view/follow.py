@@ -206,7 +206,10 @@ class FollowDisplay:
                 ),
             )
             parts.append(bar)
-        parts += [Text(f"  │ {printable(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in self._tail]
+        # the line that has not ended yet may be a progress bar, which ends with the program
+        begun = [self._partial.decode("utf-8", "replace")] if self._partial.strip() else []
+        tail = [*self._tail, *begun][-6:]
+        parts += [Text(f"  │ {printable(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in tail]
         return Group(*parts)
 
 

@@ -127,6 +127,17 @@ def test_the_runs_have_their_place_where_it_fits_and_no_column_of_what_none_of_t
     assert all(len(line) <= 80 for line in status(80, long))
 
 
+def test_a_run_whose_launch_was_refused_says_why():
+    reason = "refused: the GPUs that it wants are not to be had"
+    state = {"created": 90.0, "exit": {"code": None, "signal": None, "reason": reason}}
+    item = {"run": "train-20261201-042500", "phase": "stopped", "state": state}
+    report = PlaceReport("here", 100.0, tuple(from_probe({"time": 100.0, "runs": [item]}, b"", "here")), (), None, None)
+    assert f"train-20261201-042500 at here: stopped, {reason}" in status(120, report)
+    state["exit"]["signal"] = 15  # of a trainer that was there, whose end the phase tells
+    report = PlaceReport("here", 100.0, tuple(from_probe({"time": 100.0, "runs": [item]}, b"", "here")), (), None, None)
+    assert "train-20261201-042500 at here: stopped" in status(120, report)
+
+
 def test_a_long_line_of_a_log_is_folded_on_a_terminal_and_stays_one_line_elsewhere():
     line = "step 1 " + "x" * 200
     assert f"  {line}" in status(80, look(log=line.encode()), terminal=False)
@@ -144,3 +155,11 @@ def test_a_run_that_is_followed_shows_the_figures_that_it_tells():
         "training step 3 loss 0.250 10s",
         "training step -/60 10s",
     ]
+
+
+def test_a_progress_bar_is_seen_while_its_line_goes_on():
+    out = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with FollowDisplay(out, None) as display:
+        display.observed(look(log=b"begun\n10%\r50%").runs[0])
+        display.observed(look(log=b"\r90%").runs[0])
+    assert "│ begun" in out.file.getvalue() and "│ 90%" in out.file.getvalue()
