@@ -70,7 +70,7 @@ def _finite(value: Any) -> Any:
 
 def report_error(error: OrchError) -> None:
     """The error on stderr: its sentences, then the next command to type."""
-    lines = [f"orch: {line}" for line in error.message.splitlines() or [type(error).__name__]]
+    lines = [_wrapped(f"orch: {line}") for line in error.message.splitlines() or [type(error).__name__]]
     _say([*lines, f"  try: {error.hint}"] if error.hint else lines)
 
 
@@ -81,6 +81,17 @@ def report_fault(error: Exception) -> None:
     else:
         what = f"this is a fault in orch: {type(error).__name__}: {error}"
     _say([f"orch: {what}", "  try: the same with ORCH_DEBUG=1, which shows where it happened"])
+
+
+def _wrapped(sentence: str) -> str:
+    """On a terminal it breaks between words. What is to be typed is never broken: it is copied whole."""
+    if not sys.stderr.isatty():
+        return sentence
+    import shutil
+    import textwrap
+
+    width = max(_NARROWEST, shutil.get_terminal_size().columns)
+    return textwrap.fill(plain(sentence), width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _say(lines: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -90,6 +91,19 @@ def test_a_current_directory_that_is_gone_is_one_sentence(words, code, tmp_path)
 def test_a_run_that_is_not_there_is_told_with_the_places_that_were_asked(tmp_path, a_run):
     done = orch(tmp_path, "logs", "won", code=None)
     assert b'there is no run "won" at local\n' in done.stderr and done.returncode != 0
+
+
+def test_a_sentence_breaks_between_words_on_a_terminal_and_what_is_to_be_typed_stays_whole(tmp_path):
+    ours, theirs = pty.openpty()
+    try:
+        orch(tmp_path, "launch", "x" * 30, code=2, stderr=theirs, env={"COLUMNS": "40"})
+        told = os.read(ours, 10_000).decode().splitlines()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert len(told) > 2 and " ".join(told).split()[:6] == ["orch:", "there", "is", "no", "recipe", f'"{"x" * 30}"']
+    assert all(len(line) <= 40 for line in told[:-1]) and told[-1].startswith("  try: recipes: demo, ")
+    assert orch(tmp_path, "launch", "x" * 30, code=2).stderr.count(b"\n") == 2
 
 
 @pytest.mark.parametrize("state", ["/dev/null", "/proc/nothing", "/dev/null/x"])
