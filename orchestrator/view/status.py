@@ -140,8 +140,8 @@ def _percent(value: float | None) -> str:
 
 def _details(run: RunStatus, fold: bool) -> list[RenderableType]:
     head = Text.assemble((run.run, "bold"), f" at {run.place}: ", (phase_words(run), PHASE_STYLE.get(run.phase, "")))
-    if run.why:
-        head.append(f", {run.why}")
+    if why := run.why or _never_began(run):
+        head.append(f", {why}")
     elif run.phase not in ENDED and run.step_at is not None:
         head.append(f", last step {duration(run.now - run.step_at)} ago")
     parts: list[RenderableType] = [head]
@@ -158,6 +158,14 @@ def _details(run: RunStatus, fold: bool) -> list[RenderableType]:
     if not fold:
         return parts + [Text(f"  {line}", style="dim", no_wrap=True, overflow="ignore") for line in tail]
     return parts + [Padding(Text(line, style="dim", overflow="fold"), (0, 0, 0, 2), expand=False) for line in tail]
+
+
+def _never_began(run: RunStatus) -> str:
+    """Why a run was stopped whose trainer never ended, since there was none: a launch that was refused."""
+    end = run.exit or {}
+    if run.phase != "stopped" or end.get("code") is not None or end.get("signal") is not None:
+        return ""
+    return plain(str(end.get("reason") or ""))
 
 
 def phase_words(run: RunStatus) -> str:

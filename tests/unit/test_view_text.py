@@ -11,7 +11,7 @@ from orchestrator.run import from_probe
 from orchestrator.survey import PlaceReport
 from orchestrator.view.cache import folded, print_list, recipes
 from orchestrator.view.environments import print_checked
-from orchestrator.view.follow import FollowDisplay
+from orchestrator.view.follow import FollowDisplay, LaunchDisplay
 from orchestrator.view.status import log_lines, print_status
 from orchestrator.view.text import duration, mebibytes, printable, rate, size
 
@@ -111,9 +111,9 @@ def look(place="pve/200", log=b"", **metrics):
     return PlaceReport(place, 100.0, tuple(from_probe({"time": 100.0, "runs": [item]}, log, place)), (), None, None)
 
 
-def status(width, *reports, terminal=True):
+def status(width, *reports, terminal=True, details=False):
     out = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
-    print_status(out, reports, details=False)
+    print_status(out, reports, details=details)
     return out.file.getvalue().splitlines()
 
 
@@ -128,14 +128,14 @@ def test_the_runs_have_their_place_where_it_fits_and_no_column_of_what_none_of_t
 
 
 def test_a_run_whose_launch_was_refused_says_why():
-    reason = "refused: the GPUs that it wants are not to be had"
-    state = {"created": 90.0, "exit": {"code": None, "signal": None, "reason": reason}}
-    item = {"run": "train-20261201-042500", "phase": "stopped", "state": state}
-    report = PlaceReport("here", 100.0, tuple(from_probe({"time": 100.0, "runs": [item]}, b"", "here")), (), None, None)
-    assert f"train-20261201-042500 at here: stopped, {reason}" in status(120, report)
-    state["exit"]["signal"] = 15  # of a trainer that was there, whose end the phase tells
-    report = PlaceReport("here", 100.0, tuple(from_probe({"time": 100.0, "runs": [item]}, b"", "here")), (), None, None)
-    assert "train-20261201-042500 at here: stopped" in status(120, report)
+    def head(**end):
+        state = {"created": 90.0, "exit": {"code": None, "signal": None, "reason": "refused: no GPU is free", **end}}
+        item = {"run": "train-20261201-042500", "phase": "stopped", "state": state}
+        runs = tuple(from_probe({"time": 100.0, "runs": [item]}, b"", "here"))
+        return status(120, PlaceReport("here", 100.0, runs, (), None, None), details=True)
+
+    assert "train-20261201-042500 at here: stopped, refused: no GPU is free" in head()
+    assert "train-20261201-042500 at here: stopped" in head(signal=15)  # of a trainer, whose end the phase tells
 
 
 def test_a_long_line_of_a_log_is_folded_on_a_terminal_and_stays_one_line_elsewhere():
@@ -163,3 +163,13 @@ def test_a_progress_bar_is_seen_while_its_line_goes_on():
         display.observed(look(log=b"begun\n10%\r50%").runs[0])
         display.observed(look(log=b"\r90%").runs[0])
     assert "│ begun" in out.file.getvalue() and "│ 90%" in out.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_step_that_says_much_goes_on_below_its_words_on_a_terminal_and_is_one_line_elsewhere(terminal):
+    out = Console(file=io.StringIO(), width=60, force_terminal=terminal, color_system=None)
+    what = "0123456789abcdef, 12 files of /home/somebody/a-project with changes sent"
+    LaunchDisplay(out).note("code", what)
+    lines = out.file.getvalue().splitlines()
+    assert " ".join(" ".join(lines).split()) == f"code note: {what}"
+    assert (len(lines) == 1) is not terminal and all(line.startswith(" " * 15) for line in lines[1:])
