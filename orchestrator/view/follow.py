@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -66,12 +67,20 @@ class LaunchDisplay:
         return f"  ({about(found)})" if found is not None and found.seconds >= _WORTH_A_WORD else ""
 
     def note(self, step: str, what: str) -> None:
-        self.console.print(Text(f"  {step:<12} note: {plain(what)}"), soft_wrap=True)
+        self.console.print(Text(self._set(step, f"note: {plain(what)}")), soft_wrap=True)
+
+    def _set(self, step: str, what: str) -> str:
+        """The line of a step; on a terminal what is longer goes on below itself."""
+        line = f"  {step:<12} {what}"
+        if not self.console.is_terminal:
+            return line
+        width = max(self.console.width, 40)
+        return textwrap.fill(line, width, subsequent_indent=" " * 15, break_long_words=False, break_on_hyphens=False)
 
     def end(self, step: str, what: str) -> None:
         self._stop()
         seconds = time.monotonic() - self._began
-        line = Text(f"  {step:<12} {plain(what)}")
+        line = Text(self._set(step, plain(what)))
         if seconds >= 1.0:
             line.append(f"  {seconds:.1f} s", style="dim")
         self.console.print(line, soft_wrap=True)
