@@ -10,7 +10,7 @@ from orchestrator.gpus.model import IDLE, Chosen, Conflict, Held, Holder, Readin
 from orchestrator.gpus.words import numbers
 from orchestrator.run import Gpu
 
-_INDEX = re.compile("[0-9]{1,9}")  # isdigit takes more than int does
+_INDEX = re.compile(r"\+?([0-9]{1,9})(?![0-9])")  # what follows the number counts for nothing, as in C's strtoul
 
 
 class NotThere(Exception):
@@ -52,9 +52,10 @@ def visible(text: str) -> tuple[str, ...]:
     """The devices of a CUDA_VISIBLE_DEVICES: CUDA takes those before the first that is none."""
     named: list[str] = []
     for word in (part.strip() for part in text.split(",")):
-        if not _INDEX.fullmatch(word) and not word.startswith(("GPU-", "MIG-")):
+        index = _INDEX.match(word)
+        if index is None and not word.startswith(("GPU-", "MIG-")):
             break
-        named.append(word)
+        named.append(word if index is None else index[1])
     return tuple(named)
 
 

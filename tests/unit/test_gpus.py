@@ -173,6 +173,7 @@ def test_gpus_of_which_none_can_be_claimed_are_not_said_to_be() -> None:
 def test_what_is_no_device_ends_cudas_list() -> None:
     assert visible("0,GPU-ab,-1,2") == ("0", "GPU-ab") and visible("") == ()
     assert visible("1,²") == ("1",) and visible("0," + "9" * 5000) == ("0",)  # which are digits, and no int
+    assert visible("0 1,+2,3gpu,x") == ("0", "2", "3")  # as CUDA reads them
 
 
 def facts(**more: list[str]) -> dict[str, list[str]]:
