@@ -24,7 +24,7 @@ def status_command(
     """
     if watch and json:
         raise UsageError("--watch and --json exclude each other: call --json again and again instead")
-    _, hosts = project_and_hosts()
+    project, hosts = project_and_hosts()
     selector: str | list[str] = "all" if all_ else "latest"
     if run is not None and place is None and is_place(hosts, run):
         run, place = None, run
@@ -32,7 +32,7 @@ def status_command(
         places, run = find_run(hosts, run, place)
         selector = [run]
     else:
-        places = [resolve_place(hosts, place)] if place else all_places(hosts)
+        places = [resolve_place(hosts, place, project)] if place else all_places(hosts)
     if explain:
         asked = run or selector
         print("\n".join(explanation(one, [f"probe {asked}, {tail} lines of log, GPUs, tmux"]) for one in places))

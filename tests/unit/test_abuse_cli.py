@@ -91,6 +91,7 @@ def test_a_current_directory_that_is_gone_is_one_sentence(words, code, tmp_path)
 def test_a_run_that_is_not_there_is_told_with_the_places_that_were_asked(tmp_path, a_run):
     done = orch(tmp_path, "logs", "won", code=None)
     assert b'there is no run "won" at local\n' in done.stderr and done.returncode != 0
+    assert b"hosts: local; looked in hosts.yaml" in orch(tmp_path, "status", "-p", "pve", code=2).stderr
 
 
 def test_a_sentence_breaks_between_words_on_a_terminal_and_what_is_to_be_typed_stays_whole(tmp_path):
