@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 SILENCE = 20.0  # seconds, above all bounds of the script
 _TIMED_OUT = ("124", "137")
-APPS = re.compile(r"\s*(GPU-[0-9A-Za-z-]+)\s*,\s*(\d+)\s*,\s*(\S.*)")
+APPS = re.compile(r"\s*(GPU-[0-9A-Za-z-]+)\s*,\s*([0-9]{1,10})\s*,\s*(\S.*)")
+_PID = re.compile("[0-9]{1,10}")
+# nvidia-smi says this behind a whole answer, with a status of its own
+_WARNING = "WARNING: infoROM is corrupted"
+_ANSWERED = ("0", "14")
 
 
 @functools.lru_cache(maxsize=1)
@@ -147,6 +151,7 @@ def _gpus(outcome: dict[str, Any]) -> tuple[tuple[Gpu, ...], str]:
     if problem:
         return (), plain(problem)
     rows, problems = nvidia_smi.parse(outcome.get("text") or "")
+    problems = [line for line in problems if not line.startswith(_WARNING)]
     if problems:
         return (), plain(f"nvidia-smi also said: {' '.join(problems)[:200]}")
     return tuple(gpu_of(row) for row in rows), ""
@@ -154,19 +159,19 @@ def _gpus(outcome: dict[str, Any]) -> tuple[tuple[Gpu, ...], str]:
 
 def _processes(facts: Mapping[str, Sequence[str]]) -> tuple[tuple[Process, ...], str]:
     status = (facts.get("gpus.apps") or ["?"])[0]
-    if status != "0":
+    if status not in _ANSWERED:
         said = plain(" ".join(facts.get("gpus.app", ())))[:200]
         return (), f"nvidia-smi did not say which processes are on them: {said or f'status {status}'}"
     known: dict[int, tuple[str | None, str | None, str | None, str]] = {}
     for text in facts.get("gpus.process", ()):
         words = text.split(" ", 4)
-        if len(words) < 4 or not words[0].isdigit():
+        if len(words) < 4 or not _PID.fullmatch(words[0]):
             continue
         owner, user, run = (None if word == "?" else plain(word) for word in words[1:4])
         known[int(words[0])] = (owner, user, run, plain(words[4]).strip() if len(words) > 4 else "")
     found, problem = [], ""
     for line in facts.get("gpus.app", ()):
-        if not line.strip():
+        if not line.strip() or line.startswith(_WARNING):
             continue
         row = APPS.fullmatch(line)
         if row is None:

@@ -188,7 +188,7 @@ def test_a_reading_has_claims_and_processes_with_their_owners() -> None:
     told = read.reading(
         facts(
             app=[line, ""],
-            process=["4711 201 root exp-1 python train.py --a b"],
+            process=["4711 201 root exp-1 python train.py --a b", "² 201 root exp-1 no pid"],
             claim=[
                 *(f"1 {text}" for text in ("run exp-1", "place pve/201", "owner 201", "user me", "since 12")),
                 "1 uuids GPU-00000000 GPU-00000001",
@@ -218,6 +218,15 @@ def test_what_was_not_read_is_a_problem_and_no_free_gpu(more, problem) -> None:
     told = read.reading(facts(**more))
     assert problem in told.problem and told.gpus == () and "\x1b" not in told.problem
     assert read.reading(facts(), whole=False).problem == "the host's answer was cut off"
+
+
+def test_a_warning_behind_a_whole_answer_hides_nothing() -> None:
+    warning = "WARNING: infoROM is corrupted at gpu 0000:0B:00.0"
+    given = facts(status=["14"], apps=["14"], app=["GPU-00000001, 4711, 1000", warning])
+    given["gpus.gpu"].append(warning)
+    told = read.reading(given)
+    assert told.problem == told.apps_problem == "" and len(told.gpus) == 2
+    assert [process.pid for process in told.processes] == [4711]
 
 
 @given(st.dictionaries(st.sampled_from(["gpu", "app", "apps", "process", "claim", "status", "time", "own"]),
