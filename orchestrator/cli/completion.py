@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
-from orchestrator.cli.output import console
+from orchestrator.cli.output import console, error_console
 from orchestrator.completion.shells import SCRIPTS
 from orchestrator.config.project import user_dir
 from orchestrator.errors import OrchError, UsageError
@@ -22,8 +23,10 @@ def completion_command(shell: str | None, *, show: bool) -> None:
     if show:
         print(SCRIPTS[name], end="")
         return
+    # a shell that reads what is written here, by `source <(orch completion bash)`, is to find no words for people
+    told = console() if sys.stdout.isatty() else error_console()
     for line in install(name):
-        console().print(line, soft_wrap=True)
+        told.print(line, soft_wrap=True)
 
 
 def install(shell: str) -> list[str]:

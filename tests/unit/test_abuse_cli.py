@@ -88,6 +88,13 @@ def test_a_current_directory_that_is_gone_is_one_sentence(words, code, tmp_path)
     assert b"the current directory is not there any more" in done.stderr
 
 
+def test_a_shell_that_reads_what_completion_prints_runs_none_of_its_words(tmp_path):
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    done = orch(tmp_path, "completion", "bash", env=home)
+    assert done.stdout == b"" and b"it is there in each new bash" in done.stderr
+    assert b"complete" in orch(tmp_path, "completion", "bash", "--show", env=home).stdout
+
+
 def test_a_run_that_is_not_there_is_told_with_the_places_that_were_asked(tmp_path, a_run):
     done = orch(tmp_path, "logs", "won", code=None)
     assert b'there is no run "won" at local\n' in done.stderr and done.returncode != 0
