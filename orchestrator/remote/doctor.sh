@@ -12,7 +12,7 @@ say() { printf '%s doctor.%s %s\n' "$nonce" "$1" "$2"; }
   done
   # Of the other kinds host.sh has told the state.
   case $kind in pct | lxc)
-    # shellcheck disable=SC2086 -- $sudo is words, or nothing
+    # shellcheck disable=SC2086 # $sudo is words, or nothing
     if ! command -v lxc-info >/dev/null 2>&1; then
       say unread 'state there is no lxc-info on the host'
     elif state=$(bounded 3 $sudo lxc-info -n "$id" -sH); then

@@ -17,7 +17,7 @@ say() { printf '%s gpus.%s %s\n' "$nonce" "$1" "$2"; }
 start_of() {
   started=
   IFS= read -r line <"/proc/$1/stat" || return 1
-  # shellcheck disable=SC2086 -- the numbers behind the name
+  # shellcheck disable=SC2086 # the numbers behind the name
   set -- ${line##*) }
   started=${20}
 }
@@ -103,7 +103,7 @@ if [ -n "$(find /run/lock -prune -type d -perm -1002 2>/dev/null)" ]; then base=
   this_boot=
   IFS= read -r this_boot </proc/sys/kernel/random/boot_id
   own='?'
-  # shellcheck disable=SC2086 -- $sudo is words, or nothing
+  # shellcheck disable=SC2086 # $sudo is words, or nothing
   case $kind in
     none) owner_of </proc/self/cgroup && own=$owner ;;
     docker | podman)

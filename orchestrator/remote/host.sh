@@ -11,7 +11,7 @@ PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin
 if [ "$sudo" = sudo ]; then sudo='sudo -n --'; else sudo=; fi
 # The container's configuration. The cluster's file system may hang.
 configuration() {
-  # shellcheck disable=SC2086 -- $sudo is words, or nothing
+  # shellcheck disable=SC2086 # $sudo is words, or nothing
   case $kind in
     pct | lxc)
       if [ -r "$file" ]; then
