@@ -120,9 +120,10 @@ def start_record(launch: Launch) -> dict[str, Any]:
 
 
 def _visible(launch: Launch) -> dict[str, str]:
-    """By UUID: what CUDA counts from 0 are then the claimed GPUs, whatever their indices here or on the host."""
+    """By UUID: what CUDA counts from 0 are then the claimed GPUs, whatever their indices here or on the host. An index
+    that the recipe or its program names is nvidia-smi's, where CUDA by itself would put the fastest first."""
     visible = launch.gpus.visible if launch.gpus is not None else None
-    return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
 
 
 def peers(launch: Launch) -> dict[str, Any] | None:

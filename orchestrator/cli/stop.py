@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator.cli.context import meant_run
 from orchestrator.cli.output import console, print_json
 from orchestrator.config import Place
+from orchestrator.errors import Refused
 from orchestrator.explain import explanation
 from orchestrator.place.session import open_session
 from orchestrator.plain import plain
@@ -38,8 +39,13 @@ def stop_command(reference: str, place: str | None, *, kill: bool, json: bool, e
             out.print(plain(f"  {at}{event.get('stopping', '')}"), soft_wrap=True)
 
         arguments = {"run": run, "by": f"{user_name()}@{platform.node()}", "grace": None, "kill": kill}
-        with open_session(one) as session:
-            return session.call("stop", arguments, timeout=_LONGEST_GRACE, on_event=None if json else tell).data
+        if reference != run and not several:
+            arguments["recipe"] = reference
+        try:
+            with open_session(one) as session:
+                return session.call("stop", arguments, timeout=_LONGEST_GRACE, on_event=None if json else tell).data
+        except Refused as refused:
+            raise Refused(refused.message, "name the run: orch stop RUN") from None
 
     stopped, errors = at_once(stop, places)
     if json:

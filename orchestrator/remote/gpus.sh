@@ -118,9 +118,13 @@ if [ -n "$(find /run/lock -prune -type d -perm -1002 2>/dev/null)" ]; then base=
   # Asked before the lock is taken: with a broken driver it may hang, and then holds up nobody else.
   if command -v nvidia-smi >/dev/null; then
     text=$(bounded 5 nvidia-smi "--query-gpu=$fields" --format=csv,noheader,nounits)
-    say status $?
+    status=$?
+    say status $status
     printf '%s\n' "$text" | while IFS= read -r line; do say gpu "$line"; done
-    text=$(bounded 5 nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv,noheader,nounits)
+    case $status in
+      124 | 137) text='' ;; # a second question would hang likewise
+      *) text=$(bounded 5 nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv,noheader,nounits) ;;
+    esac
     say apps $?
     printf '%s\n' "$text" | while IFS= read -r line; do say app "$line"; done
     for pid in $(printf '%s\n' "$text" | cut -d, -f2 | sort -un); do

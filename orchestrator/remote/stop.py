@@ -11,21 +11,23 @@ from typing import Any, Dict, List, Optional
 from . import processes, tmux
 from .derive import Standing
 from .frames import OpError
-from .rundir import BEFORE, ENDED, RunDir, State, find, no_exit, read_json, write_json
+from .rundir import ACTIVE, BEFORE, ENDED, RunDir, State, find, list_runs, no_exit, read_json, write_json
 
 GRACE = 30.0
 BEYOND = 10.0  # seconds that a runner gets on top of the grace
 
 
 def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
-    """`{run, by, grace, kill, why}` -> `{"run", "state", "phase", "already", "left"}`; events `{"stopping":
+    """`{run, by, grace, kill, why, recipe}` -> `{"run", "state", "phase", "already", "left"}`; events `{"stopping":
     sentence}`.
 
     `grace`: seconds between SIGTERM and SIGKILL, by default the recipe's; `kill`: at once; `why`: what the record says
-    of a run that has not begun. `already`: it had ended before. `left`: processes that could not be ended. OpError:
-    not_found, or failed where something still lives.
+    of a run that has not begun. `recipe`: the run was meant as the latest of that recipe, which is refused where
+    another one of it is under way. `already`: it had ended before. `left`: processes that could not be ended. OpError:
+    not_found, refused, or failed where something still lives.
     """
     run = find(call.root, args.get("run"))
+    _refuse_a_guess(run, args.get("recipe"), call.root)
     standing = Standing(run)
     if standing.state is None:
         _mend(run, str(standing.why), _ask(run, args, call), call)
@@ -56,6 +58,25 @@ def stop(args: Dict[str, Any], call: Any) -> Dict[str, Any]:
         tmux.kill(run.run)
         return _answer(run, already=False, left=[])
     return _over_the_runner(run, state, asked, call)
+
+
+def _refuse_a_guess(run: RunDir, recipe: Optional[str], root: str) -> None:
+    """Two people's projects, or two of one's own, may have a recipe of the same name. Raises OpError."""
+    if recipe is None:
+        return
+    under_way = []
+    for other in list_runs(root):
+        state, _ = other.state()
+        if state is None or state.get("recipe") != recipe or state.get("phase") not in ACTIVE:
+            continue
+        if Standing(other).phase in ACTIVE:
+            under_way.append("%s (%s@%s)" % (other.run, state.get("user") or "?", state.get("workstation") or "?"))
+    if any(not text.startswith(run.run + " ") for text in under_way):
+        raise OpError(
+            "refused",
+            "the latest run of %s is %s, and not the only one that can be meant, so nothing was stopped; under way: %s"
+            % (recipe, run.run, ", ".join(under_way)),
+        )
 
 
 def _settle(run: RunDir, standing: Standing) -> None:

@@ -14,7 +14,7 @@ from orchestrator.gpus.survey import look
 
 from .conftest import until
 
-SHOW = ["sh", "-c", 'echo "devices=$CUDA_VISIBLE_DEVICES"; exec sleep 300']
+SHOW = ["sh", "-c", 'echo "order=$CUDA_DEVICE_ORDER devices=$CUDA_VISIBLE_DEVICES"; exec sleep 300']
 MIB = 12595  # 12.3 GiB
 
 # A launch that stops for good once it has its GPUs.
@@ -100,7 +100,7 @@ def file(lab, vmid: str, run: str, name: str) -> str:
 def devices(lab, vmid: str, run: str) -> str:
     """The CUDA_VISIBLE_DEVICES that the run's program has seen."""
     assert until(lambda: "devices=" in file(lab, vmid, run, "console.log"))
-    return re.search(r"devices=(.*)", file(lab, vmid, run, "console.log"))[1]
+    return re.search(r"order=PCI_BUS_ID devices=(.*)", file(lab, vmid, run, "console.log"))[1]
 
 
 def program(desk, text, *words):
