@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -16,6 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
+
+# What a shell starts in the background ignores Ctrl-C, and hands that on: tests are for what hears it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG = (
     "test_demo.py",
